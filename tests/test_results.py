@@ -35,8 +35,7 @@ def test_file_has_the_documented_form(tmp_path):
     assert results["device"].endswith("threads") and results["dtype"] == "float32"
     assert results["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert (
-        os.listdir(path.parent) == sorted([".results.json.lock", "results.json"])
-        or len(os.listdir(path.parent)) == 2
+        os.listdir(path.parent) == sorted([".results.json.lock", "results.json"]) or len(os.listdir(path.parent)) == 2
     )  # no temporary file is left
 
 
@@ -55,9 +54,7 @@ def test_merge_keeps_other_keys_and_replaces_its_own(tmp_path):
 
 
 def test_nan_becomes_null(tmp_path):
-    path = merge_results(
-        tmp_path / "r.json", header(), {"a": Metric(float("nan"), (float("nan"), float("inf")), 0)}
-    )
+    path = merge_results(tmp_path / "r.json", header(), {"a": Metric(float("nan"), (float("nan"), float("inf")), 0)})
     assert read_results(path)["metrics"]["a"] == {"value": None, "ci95": [None, None], "n": 0}
 
 
@@ -101,9 +98,7 @@ def test_concurrent_merges_lose_nothing(tmp_path):
 def test_git_sha_says_dirty_and_unknown(tmp_path):
     def git(*arguments: str) -> str:
         options = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
-        run = subprocess.run(
-            ["git", *options, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
-        )
+        run = subprocess.run(["git", *options, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
         return run.stdout.strip()
 
     assert git_sha(tmp_path) == "unknown"
@@ -131,7 +126,8 @@ def make_run(root: Path, name: str, *, age: float = 0.0, **data: object) -> Path
     folder = root / name
     folder.mkdir(parents=True)
     config = {
-        "run": name, "dtype": "float32", "target": {"source": "random:tiny_llama", "revision": None},
+        "run": name, "dtype": "float32",
+        "target": {"source": "random:tiny_llama", "revision": None, "device": "cuda"},
         "data": {"max_length": 64, "seed": 5, **data}, "alpha": {"max_tokens": 1},
     }  # fmt: skip
     OmegaConf.save(config, folder / "resolved_config.yaml")
@@ -142,7 +138,8 @@ def make_run(root: Path, name: str, *, age: float = 0.0, **data: object) -> Path
 
 CFG = OmegaConf.create(
     {
-        "run": None, "dtype": "auto", "device": "cpu", "target": {"source": "gpt2", "revision": None},
+        "run": None, "dtype": "auto", "device": "cpu",
+        "target": {"source": "gpt2", "revision": None, "device": "${device}"},
         "data": {"max_length": 512, "seed": 0}, "alpha": {"max_tokens": 50},
     }
 )  # fmt: skip
@@ -177,7 +174,7 @@ def test_run_config_takes_the_runs_target_and_data_but_the_command_line_wins(tmp
     plain = run_config(CFG, folder, ["alpha.max_tokens=50", "+experiment=other"])
     assert plain.target.source == "random:tiny_llama" and plain.dtype == "float32" and plain.run == "a"
     assert plain.data == {"max_length": 64, "seed": 5}
-    assert plain.alpha.max_tokens == 50 and plain.device == "cpu"
+    assert plain.alpha.max_tokens == 50 and plain.target.device == plain.device == "cpu"
     one_key = run_config(CFG, folder, ["data.seed=0"])
     assert one_key.data == {"max_length": 64, "seed": 0}
     assert run_config(CFG, folder, ["target=gpt2"]).target.source == "gpt2"

@@ -143,7 +143,8 @@ def _write_gpt2_gguf(path, model):
     writer.add_layer_norm_eps(config.layer_norm_epsilon)
     writer.add_vocab_size(config.vocab_size)
     tokenizer = byte_tokenizer()
-    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get) + ["\u0120\u0120"]
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    tokens.append("\u0120\u0120")
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * 256 + [3] * 3 + [1])
