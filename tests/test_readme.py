@@ -1,0 +1,86 @@
+"""What the README tells a user to type works: its short commands run, its long ones compose."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+LINKED = ("conf", "train", "models", "data", "eval", "Makefile", "pyproject.toml", "constraints.txt")
+
+
+def bash_commands() -> list[str]:
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, flags=re.S)).replace("\\\n", " ")
+    lines = [line.split("   #")[0].strip() for line in blocks.splitlines()]
+    table = re.findall(r"\| `((?:make|python) [^`]*)`", README)
+    return [line for line in lines if line and not line.startswith("#")] + table
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A folder that looks like the repository and takes what the commands write."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / ".ready").touch()
+    return folder
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess:
+    words = shlex.split(command)
+    if words[0] == "make":
+        words.insert(1, f"PY={sys.executable}")
+    elif words[0] == "python":
+        words[0] = sys.executable
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
+
+
+def test_the_readme_has_its_commands():
+    commands = bash_commands()
+    assert "make quickstart" in commands and "make test" in commands and "make eval-alpha" in commands
+    assert "python -m train.distill +experiment=gpt2_30m" in commands
+
+
+def test_the_table_of_steps_runs_in_order(checkout):
+    """cache, verify, train, alpha, decode on the smoke experiment, each as printed."""
+    steps = re.findall(r"^\| [^|]+ \| `(make [^`]+)`", README, flags=re.M)
+    steps = [step for step in steps if step != "make bench"]
+    assert [step.split()[1] for step in steps] == ["cache", "verify-cache", "train", "eval-alpha", "eval-decode"]
+    for step in steps:
+        result = run(step, checkout)
+        assert result.returncode == 0, f"{step}\n{result.stdout}\n{result.stderr}"
+    assert (checkout / "checkpoints" / "smoke" / "model.safetensors").is_file()
+    assert (checkout / "outputs" / "smoke" / "results.json").is_file()
+
+
+@pytest.mark.parametrize("command", [c for c in bash_commands() if c.startswith("python -m ")])
+def test_every_printed_command_composes(command, checkout):
+    result = run(f"{command} --cfg job --resolve", checkout)
+    assert result.returncode == 0, result.stderr
+    assert "target:" in result.stdout
+
+
+def test_make_alone_prints_help(checkout):
+    result = run("make", checkout)
+    for target in re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)[0].split():
+        assert f"make {target}" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_library_example_runs(checkout, smollm2):
+    from models.drafts import gpt2_draft
+
+    draft = gpt2_draft(vocab_size=smollm2.vocab_size, n_layer=1, n_head=2, n_embd=32, n_positions=256)
+    draft.save_pretrained(checkout / "checkpoints" / "quickstart")
+    smollm2.tokenizer.save_pretrained(checkout / "checkpoints" / "quickstart")
+    [code] = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    result = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Paris" in result.stdout
