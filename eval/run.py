@@ -1,4 +1,4 @@
-"""A finished run, found again: its folder, its config, and the config an evaluation of it should use.
+"""What an evaluation judges: a finished run found again with its own config, or any pair of models.
 
 `checkpoints/<run>/` holds the draft in transformers layout, `resolved_config.yaml` and `run.json`.
 """
@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from models.errors import UserError
+from models.target import Target
 
 # What the draft was trained on: taken from the run, not from the defaults.
 OF_THE_RUN = ("target", "data", "dtype")
@@ -28,6 +34,88 @@ class Run:
     @property
     def name(self) -> str:
         return self.folder.name
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a draft, loaded, on one device and in one dtype. `name` is that of the folder of results."""
+
+    target: Target
+    draft: PreTrainedModel
+    name: str
+    draft_name: str
+    config: DictConfig
+    run: Run | None
+
+    @property
+    def target_fingerprint(self) -> dict[str, str]:
+        return {"name": self.target.name, **self.target.fingerprint()}
+
+    @property
+    def draft_fingerprint(self) -> dict[str, str]:
+        return {"name": self.draft_name, **draft_fingerprint(self.draft)}
+
+
+def load_pair(cfg: DictConfig, overrides: Sequence[str]) -> Pair:
+    """The pair that an evaluation is asked for.
+
+    With `draft=...` or `draft.id=...` on the command line: `cfg.target` and that off-the-shelf draft. Otherwise a run
+    (`cfg.run`, by default the newest), its own target and data unless the command line sets them.
+    The draft runs in the target's dtype, as it does when decoding. Raises UserError (no run, other vocabulary, ...).
+    """
+    from models.drafts import load_draft
+
+    off_the_shelf = any(_override_key(override).split(".")[0] == "draft" for override in overrides)
+    if off_the_shelf:
+        if not cfg.draft.get("id"):
+            raise UserError(
+                "draft.id: not given; write draft=hf draft.id=NAME_OR_FOLDER, or run=NAME for a trained one"
+            )
+        run, config, source, draft_name = None, cfg, cfg.draft.id, str(cfg.draft.id)
+    else:
+        run = load_run(find_run(cfg.run, cfg.checkpoint_root))
+        config = run_config(cfg, run.folder, overrides)
+        source, draft_name = run.folder, run.name
+        print(f"run: {run.folder}")
+    target: Target = instantiate(config.target)
+    draft = load_draft(source).to(device=target.device, dtype=target.dtype).eval()
+    check_vocabulary(target, draft, source)
+    name = cfg.run or f"{Path(draft_name).name}-for-{Path(target.name).name}"
+    return Pair(target, draft, run.name if run else name, draft_name, config, run)
+
+
+def check_vocabulary(target: Target, draft: PreTrainedModel, source: str | Path) -> None:
+    """Raises UserError unless an id means the same token to both models (added special tokens aside)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):  # weights without a tokenizer: only the sizes can be compared
+        if draft.config.get_text_config().vocab_size < target.vocab_size:
+            raise UserError(
+                f"draft {source}: a vocabulary of {draft.config.get_text_config().vocab_size} ids and no tokenizer, "
+                f"the target has {target.vocab_size}; give a draft with the target's tokenizer"
+            ) from None
+        return
+    ours, theirs = _plain_vocabulary(target.tokenizer), _plain_vocabulary(tokenizer)
+    differing = sum(ours[i] != theirs[i] for i in ours.keys() & theirs.keys())
+    if differing or not ours.keys() & theirs.keys():
+        raise UserError(
+            f"draft {source}: its vocabulary ({len(theirs)} ids) differs from the target's ({len(ours)} ids), "
+            f"{differing} ids are other tokens; a draft needs the target's tokenizer"
+        )
+
+
+def _plain_vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    added = tokenizer.added_tokens_decoder
+    return {i: token for token, i in tokenizer.get_vocab().items() if i not in added}
+
+
+def draft_fingerprint(draft: nn.Module) -> dict[str, str]:
+    """Hash of the weights as loaded."""
+    digest = xxhash.xxh3_64()
+    for name, tensor in sorted(draft.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return {"draft_weights": digest.hexdigest()}
 
 
 def find_run(run: str | Path | None, checkpoint_root: str | Path) -> Path:
@@ -48,9 +136,7 @@ def find_run(run: str | Path | None, checkpoint_root: str | Path) -> Path:
         if (folder / "run.json").is_file():
             return folder
     if any(folder.is_dir() for folder in (root / run, Path(run))):
-        raise UserError(
-            f"run={run}: no run.json there, its training has not finished; run train.distill again"
-        )
+        raise UserError(f"run={run}: no run.json there, its training has not finished; run train.distill again")
     raise UserError(f"run={run}: no such run; there are: {', '.join(sorted(finished)) or 'none'} (in {root})")
 
 
@@ -78,6 +164,9 @@ def run_config(cfg: DictConfig, run_dir: str | Path, overrides: Sequence[str]) -
         for key in OF_THE_RUN:
             if key in run.config and key in cfg:
                 OmegaConf.update(merged, key, run.config[key], merge=False)
+        for key, value in OmegaConf.to_container(cfg.target, resolve=False).items():
+            if isinstance(value, str) and value.startswith("${"):
+                merged.target[key] = value  # device, dtype, folders: those of this machine and this call
         for key in map(_override_key, overrides):
             if key.split(".")[0] not in OF_THE_RUN:
                 continue

@@ -1,0 +1,262 @@
+"""Expected acceptance on held-out text, teacher-forced: python -m eval.alpha [run=NAME | draft=hf draft.id=...].
+
+1. rows become right-padded batches (attention is causal, so padding changes nothing); positions restart with each row
+2. target and draft read the same tokens; only positions whose next token is supervised are kept
+3. chunk by chunk: both heads, fp32 softmax per temperature, sum_v min(target_v, draft_v)
+4. sums per row and position bucket -> ratios of sums with a bootstrap interval over rows
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from data.progress import ProgressBar
+from data.rows import Rows, load_rows
+from eval.entry import entry
+from eval.report import print_metrics
+from eval.results import Metric, make_header, merge_results
+from eval.run import load_pair
+from eval.stats import ratio_ci
+from models.errors import UserError
+from models.target import Target
+
+TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
+
+
+def expected_alpha(
+    target_logits: Tensor,  # (..., V)
+    draft_logits: Tensor,  # (..., Vq) the first V columns are the shared ids
+    mask: Tensor,  # (...) bool, True where a token counts
+    *,
+    temperature: float = 1.0,
+) -> Tensor:  # ()
+    """Chance that a token sampled from the draft survives verification.
+
+    alpha = mean over positions of sum_v min(target_v, draft_v)
+    (Leviathan et al. 2023, arXiv:2211.17192). 1 when the models agree, 0 when they are disjoint, nan where nothing
+    counts. temperature 0 compares one-hot distributions: the share of positions with equal argmax.
+    """
+    alphas = token_alpha(target_logits[mask], draft_logits[mask], temperature=temperature)  # (N,)
+    return alphas.sum() / alphas.numel()
+
+
+def token_alpha(
+    target_logits: Tensor,  # (N, V)
+    draft_logits: Tensor,  # (N, Vq)
+    *,
+    temperature: float = 1.0,
+) -> Tensor:  # (N,) fp32
+    """sum_v min(target_v, draft_v) of each position, in fp32 whatever the dtype of the logits.
+
+    A draft head may be wider than V (padding: cut off before its softmax) or narrower (target mass on ids that it
+    lacks counts as rejected).
+    """
+    shared = min(target_logits.shape[-1], draft_logits.shape[-1])
+    draft_logits = draft_logits[..., :shared]  # (N, shared)
+    if temperature == 0:
+        return (target_logits.argmax(-1) == draft_logits.argmax(-1)).float()
+    target_probs = torch.softmax(target_logits.float() / temperature, -1)[..., :shared]
+    draft_probs = torch.softmax(draft_logits.float() / temperature, -1)
+    return torch.minimum(target_probs, draft_probs).sum(-1)
+
+
+def token_kl_and_entropy(
+    target_logits: Tensor,  # (N, V)
+    draft_logits: Tensor,  # (N, Vq)
+) -> tuple[Tensor, Tensor]:  # (N,), (N,) nats
+    """KL(target || draft) over the shared ids (the target renormalised over them), and the target's entropy."""
+    shared = min(target_logits.shape[-1], draft_logits.shape[-1])
+    target_logprobs = torch.log_softmax(target_logits.float(), -1)  # (N, V)
+    entropy = -torch.linalg.vecdot(target_logprobs.exp(), target_logprobs)
+    if shared < target_logits.shape[-1]:
+        target_logprobs = torch.log_softmax(target_logits[..., :shared].float(), -1)
+    draft_logprobs = torch.log_softmax(draft_logits[..., :shared].float(), -1)
+    kl = torch.linalg.vecdot(target_logprobs.exp(), target_logprobs - draft_logprobs)
+    return kl, entropy
+
+
+@torch.no_grad()
+def evaluate_alpha(
+    target: Target,
+    draft: PreTrainedModel | Target,
+    rows: Rows,
+    *,
+    temperatures: Sequence[float] = TEMPERATURES,
+    max_tokens: int | None = 50_000,
+    position_buckets: Sequence[int] = (64, 128, 256),
+    batch_tokens: int = 4096,
+    seed: int = 0,
+    split: str = "held_out",
+) -> dict[str, Metric]:
+    """Acceptance that sampling from `draft` would have on `rows`, against the target's full distribution.
+
+    max_tokens: supervised tokens to judge, rows drawn in a seeded order; None: all.
+    position_buckets: upper ends of buckets of the position of the last read token; the last bucket is open.
+    batch_tokens: padded tokens of one forward. Memory beyond it is bounded: heads and softmax run in chunks.
+    Returns `alpha_expected/<split>/T<t>` (also `.../pos_<lo>_<hi>`), `top1_agreement/<split>`, `kl/<split>` and
+    `target_entropy/<split>` (nats, temperature 1), `alpha_tokens/<split>`; n counts rows. The draft is put in
+    eval mode. Rows longer than either model's positions are cut, which is printed. UserError when no token counts.
+    """
+    draft = draft if isinstance(draft, Target) else Target(draft, target.tokenizer, name="draft")
+    limit = min(target.max_positions, draft.max_positions)
+    chosen, num_cut = _choose_rows(rows, limit=limit, max_tokens=max_tokens, seed=seed)
+    if num_cut:
+        print(f"alpha: {num_cut} of {len(chosen)} rows cut to {limit} tokens, the shorter model's positions")
+    names = [f"T{temperature:g}" for temperature in temperatures]
+    edges = np.asarray(sorted(position_buckets), dtype=np.int64)
+    figures = [*names, "top1", "kl", "entropy"]
+    sums = np.zeros((len(figures), len(chosen), len(edges) + 1))  # (figures, R, buckets)
+    counts = np.zeros((len(chosen), len(edges) + 1), dtype=np.int64)  # (R, buckets)
+    order = sorted(range(len(chosen)), key=lambda i: -len(chosen[i][0]))  # like lengths together: little padding
+    with ProgressBar("alpha", int(sum(mask.sum() for _, mask in chosen)), "tokens") as bar:
+        for batch in _batches(order, [len(ids) for ids, _ in chosen], batch_tokens):
+            input_ids, mask = _pad([chosen[i] for i in batch], device=target.device)  # (B, T), (B, T)
+            row, position = mask.nonzero(as_tuple=True)  # (N,), (N,)
+            target_hidden = target.states(input_ids).final_hidden[row, position]  # (N, D)
+            draft_hidden = draft.states(input_ids).final_hidden[row, position]  # (N, Dd)
+            values = _token_values(target, draft, target_hidden, draft_hidden, temperatures, bar)  # (figures, N)
+            rows_of = np.asarray(batch)[row.cpu().numpy()]
+            bucket_of = np.searchsorted(edges, position.cpu().numpy(), side="right")
+            np.add.at(counts, (rows_of, bucket_of), 1)
+            for figure, value in enumerate(values.cpu().numpy()):
+                np.add.at(sums[figure], (rows_of, bucket_of), value)
+    return _metrics(sums, counts, figures=figures, names=names, edges=edges, split=split)
+
+
+def _token_values(
+    target: Target,
+    draft: Target,
+    target_hidden: Tensor,  # (N, D)
+    draft_hidden: Tensor,  # (N, Dd)
+    temperatures: Sequence[float],
+    bar: ProgressBar,
+) -> Tensor:  # (figures, N)
+    chunk = max(1, (1 << (22 if target.device.type == "cpu" else 26)) // target.vocab_size)  # 16 MB (256 MB) in fp32
+    values = []
+    for start in range(0, len(target_hidden), chunk):
+        target_logits = target.logits(target_hidden[start : start + chunk])  # (n, V)
+        draft_logits = draft.logits(draft_hidden[start : start + chunk])  # (n, Vq)
+        alphas = [token_alpha(target_logits, draft_logits, temperature=t) for t in temperatures]
+        top1 = token_alpha(target_logits, draft_logits, temperature=0)
+        values.append(torch.stack([*alphas, top1, *token_kl_and_entropy(target_logits, draft_logits)]))
+        bar.advance(len(target_logits))
+    return torch.cat(values, dim=1)
+
+
+def _choose_rows(
+    rows: Rows, *, limit: int, max_tokens: int | None, seed: int
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+    """(ids, pred_mask) of rows in a seeded order until `max_tokens` supervised tokens, and how many were cut."""
+    chosen, num_tokens, num_cut = [], 0, 0
+    for i in np.random.default_rng(seed).permutation(len(rows)):
+        if max_tokens is not None and num_tokens >= max_tokens:
+            break
+        ids, loss_mask = rows.row(int(i))
+        cut = len(ids) > limit
+        ids, loss_mask = ids[:limit], loss_mask[:limit]
+        pred_mask = np.append(loss_mask[1:], False).astype(bool)  # (T,) True at t where x[t+1] counts
+        if pred_mask.any():
+            chosen.append((ids, pred_mask))
+            num_tokens += int(pred_mask.sum())
+            num_cut += cut
+    if not chosen:
+        raise UserError("data.sources: no supervised token in the held-out rows; give more or longer documents")
+    return chosen, num_cut
+
+
+def _batches(order: list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
+    """Rows, longest first, in batches of at most `batch_tokens` padded tokens (one row at least)."""
+    batches: list[list[int]] = []
+    for i in order:
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def _pad(rows: list[tuple[np.ndarray, np.ndarray]], *, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Right-padded ids (id 0, never attended to by a real token) and masks, (B, T) each."""
+    width = max(len(ids) for ids, _ in rows)
+    input_ids = torch.zeros(len(rows), width, dtype=torch.int64)  # (B, T)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)  # (B, T)
+    for i, (ids, pred_mask) in enumerate(rows):
+        input_ids[i, : len(ids)] = torch.from_numpy(np.asarray(ids, dtype=np.int64))
+        mask[i, : len(ids)] = torch.from_numpy(pred_mask)
+    return input_ids.to(device), mask.to(device)
+
+
+def _metrics(
+    sums: np.ndarray,  # (figures, R, buckets)
+    counts: np.ndarray,  # (R, buckets)
+    *,
+    figures: list[str],
+    names: list[str],
+    edges: np.ndarray,
+    split: str,
+) -> dict[str, Metric]:
+    def ratio(figure: str, bucket: int | slice = slice(None)) -> Metric:
+        tokens = counts[:, bucket].reshape(len(counts), -1).sum(1)  # (R,)
+        total = sums[figures.index(figure)][:, bucket].reshape(len(counts), -1).sum(1)  # (R,)
+        return Metric.of(ratio_ci(total, tokens), int((tokens > 0).sum()))
+
+    metrics = {f"alpha_expected/{split}/{name}": ratio(name) for name in names}
+    lows, highs = [0, *edges.tolist()], [*edges.tolist(), "up"]
+    for bucket, (low, high) in enumerate(zip(lows, highs)):
+        if counts[:, bucket].any():
+            for name in names:
+                metrics[f"alpha_expected/{split}/{name}/pos_{low}_{high}"] = ratio(name, bucket)
+    metrics[f"top1_agreement/{split}"] = ratio("top1")
+    metrics[f"kl/{split}"] = ratio("kl")
+    metrics[f"target_entropy/{split}"] = ratio("entropy")
+    metrics[f"alpha_tokens/{split}"] = Metric(int(counts.sum()), None, len(counts))
+    return metrics
+
+
+def held_out_rows(data: DictConfig, target: Target) -> Rows:
+    """The held-out split of a run's data config. UserError when it is empty."""
+    return load_rows(
+        list(data.sources),
+        target.tokenizer,
+        split="held_out",
+        max_length=data.max_length,
+        held_out_fraction=data.held_out_fraction,
+        seed=data.seed,
+        max_tokens=data.max_held_out_tokens,
+    )
+
+
+@entry("alpha")
+def main(cfg: DictConfig) -> None:
+    pair = load_pair(cfg, HydraConfig.get().overrides.task)
+    rows = held_out_rows(pair.config.data, pair.target)
+    metrics = evaluate_alpha(
+        pair.target,
+        pair.draft,
+        rows,
+        temperatures=list(cfg.alpha.temperatures),
+        max_tokens=cfg.alpha.max_tokens,
+        position_buckets=list(cfg.alpha.position_buckets),
+        seed=cfg.seed,
+    )
+    header = make_header(
+        device=pair.target.device,
+        dtype=pair.target.dtype,
+        target=pair.target_fingerprint,
+        draft=pair.draft_fingerprint,
+        data={"held_out": rows.fingerprint()},
+    )
+    path = Path(cfg.output_root) / pair.name / "results.json"
+    merge_results(path, header, metrics, overwrite=cfg.overwrite)
+    print_metrics(f"Expected acceptance of {pair.draft_name} for {pair.target.name}", metrics)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""PNG plots of a run: loss, acceptance on held-out rows while training, acceptance by depth in the decode loop."""
+
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from models.errors import UserError
+
+# Okabe and Ito's palette: told apart by colour-blind readers too. Markers and dashes differ as well.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+DPI = 130
+
+
+def read_metrics_csv(path: str | Path) -> dict[str, np.ndarray]:
+    """Lightning's metrics.csv: column -> (points, 2) array of (step, value), empty cells left out."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; Lightning's CSV logger (logger=csv) writes it while training")
+    columns: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    with path.open(newline="") as file:
+        for line in csv.DictReader(file):
+            for name, cell in line.items():
+                if name not in (None, "step", "epoch") and cell not in (None, "") and line.get("step"):
+                    columns[name].append((float(line["step"]), float(cell)))
+    return {name: np.asarray(points) for name, points in columns.items()}
+
+
+def plot_loss(columns: Mapping[str, np.ndarray], path: str | Path, *, title: str) -> Path:
+    """Training loss (each logged step, and smoothed) and held-out KL against tokens seen."""
+    figure, axes = _figure()
+    loss = columns["train/loss"]
+    x = _tokens(columns, loss[:, 0])
+    axes.plot(x, loss[:, 1], color=COLOURS[0], alpha=0.25, linewidth=1, label="train/loss, each logged step")
+    axes.plot(x, _smooth(loss[:, 1]), color=COLOURS[0], linewidth=2, label="train/loss, smoothed")
+    if "val/kl" in columns:
+        kl = columns["val/kl"]
+        axes.plot(
+            _tokens(columns, kl[:, 0]), kl[:, 1], color=COLOURS[1], marker=MARKERS[1], linewidth=1.5, label="val/kl"
+        )
+    low, high = np.quantile(loss[:, 1], [0.0, 1.0])
+    if low > 0 and high / low > 8:  # the first steps would flatten all that follows
+        axes.set_yscale("log")
+    axes.set(title=title, xlabel=_tokens_label(columns), ylabel="loss, KL [nats per token]")
+    return _save(figure, axes, path)
+
+
+def plot_val_alpha(
+    columns: Mapping[str, np.ndarray],
+    path: str | Path,
+    *,
+    title: str,
+    final: tuple[float, float, float] | None = None,
+) -> Path:
+    """Held-out acceptance at T = 1 while training, against tokens seen.
+
+    final: (value, low, high) of `alpha_expected/held_out/T1` after training, drawn as a point with its interval.
+    """
+    figure, axes = _figure()
+    for i, name in enumerate(("val/alpha", "train/alpha")):
+        if name not in columns:
+            continue
+        points = columns[name]
+        x = _tokens(columns, points[:, 0])
+        if name == "val/alpha":
+            axes.plot(x, points[:, 1], color=COLOURS[i], marker=MARKERS[i], linewidth=2, label=name)
+        else:
+            axes.plot(x, _smooth(points[:, 1]), color=COLOURS[i], alpha=0.6, linewidth=1, label=f"{name}, smoothed")
+    if final is not None:
+        value, low, high = final
+        end = max(_tokens(columns, points[:, 0]).max() for points in columns.values() if len(points))
+        axes.errorbar(
+            [end], [value], yerr=[[value - low], [high - value]], color=COLOURS[2], marker="D", capsize=5,
+            linestyle="none", label=f"alpha_expected, T = 1: {value:.3f} [{low:.3f}, {high:.3f}]",
+        )  # fmt: skip
+    axes.set(title=title, xlabel=_tokens_label(columns), ylabel="acceptance alpha [chance per drafted token]")
+    axes.set_ylim(0, None)
+    return _save(figure, axes, path)
+
+
+def alpha_by_depth(
+    metrics: Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, list[tuple[int, float, float, float]]]]:
+    """From the metrics of a results file: "T0, chain_k4" -> set -> [(depth, value, low, high), ...]."""
+    panels: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+    for key, metric in metrics.items():
+        parts = key.split("/")
+        if parts[0] != "alpha_at_depth" or metric["value"] is None:
+            continue
+        depth = next((part for part in parts[1:] if re.fullmatch(r"d?\d+", part)), None)
+        if depth is None:
+            continue
+        name, *where = [part for part in parts[1:] if part is not depth]
+        low, high = metric["ci95"] if metric["ci95"] and None not in metric["ci95"] else (metric["value"],) * 2
+        panels[", ".join(where)][name].append((int(depth.lstrip("d")), metric["value"], low, high))
+    return {panel: {name: sorted(points) for name, points in sets.items()} for panel, sets in panels.items()}
+
+
+def plot_alpha_by_depth(metrics: Mapping[str, Mapping[str, Any]], path: str | Path, *, title: str) -> Path:
+    """Share of rounds that reach a depth whose draft token is accepted there, with 95 % intervals; a panel each for
+    temperature and method. UserError when the results hold no `alpha_at_depth`."""
+    panels = alpha_by_depth(metrics)
+    if not panels:
+        raise UserError("results.json: no alpha_at_depth in it; run eval.decode first")
+    figure = Figure(figsize=(max(6.4, 4.6 * len(panels)), 4.6), dpi=DPI, layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (panel, sets) in zip(grid, panels.items()):
+        for i, (name, points) in enumerate(sets.items()):
+            depth, value, low, high = np.asarray(points).T
+            shift = (i - (len(sets) - 1) / 2) * 0.08  # intervals of several sets side by side
+            axes.errorbar(
+                depth + shift, value, yerr=np.abs([value - low, high - value]), color=COLOURS[i % 6],
+                marker=MARKERS[i % 6], capsize=3, linewidth=1.5, label=name,
+            )  # fmt: skip
+        depths = sorted({point[0] for points in sets.values() for point in points})
+        axes.set(title=panel, xlabel="depth of the drafted token", xticks=depths, ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylabel("accepted / rounds that reached the depth")
+    grid[0].legend(frameon=False)
+    figure.suptitle(f"{title}\nacceptance by depth, 95 % intervals over prompts", fontsize=11)
+    return _write(figure, path)
+
+
+def plot_run(metrics_csv: str | Path, results: Mapping[str, Any], out_dir: str | Path, *, title: str) -> list[Path]:
+    """All plots of a run that its files allow: loss.png, val_alpha.png, alpha_by_depth.png."""
+    out_dir, paths = Path(out_dir), []
+    if Path(metrics_csv).is_file() and "train/loss" in (columns := read_metrics_csv(metrics_csv)):
+        metric = results["metrics"].get("alpha_expected/held_out/T1")
+        final = (metric["value"], *metric["ci95"]) if metric and metric["ci95"] else None
+        paths.append(plot_loss(columns, out_dir / "loss.png", title=f"{title}: loss"))
+        paths.append(
+            plot_val_alpha(columns, out_dir / "val_alpha.png", title=f"{title}: held-out acceptance", final=final)
+        )
+    if alpha_by_depth(results["metrics"]):
+        paths.append(plot_alpha_by_depth(results["metrics"], out_dir / "alpha_by_depth.png", title=title))
+    return paths
+
+
+def _figure() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.0, 4.4), dpi=DPI, layout="constrained")
+    return figure, figure.subplots()
+
+
+def _save(figure: Figure, axes: Axes, path: str | Path) -> Path:
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return _write(figure, path)
+
+
+def _write(figure: Figure, path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _tokens(columns: Mapping[str, np.ndarray], steps: np.ndarray) -> np.ndarray:  # (points,)
+    """Millions of tokens seen at each step, or the steps themselves where no token count was logged."""
+    if "train/tokens" not in columns:
+        return steps
+    known = columns["train/tokens"]
+    return np.interp(steps, known[:, 0], known[:, 1]) / 1e6
+
+
+def _tokens_label(columns: Mapping[str, np.ndarray]) -> str:
+    return "tokens seen [millions]" if "train/tokens" in columns else "optimiser steps"
+
+
+def _smooth(values: Sequence[float]) -> np.ndarray:
+    """Centred moving average over a twentieth of the run; shorter windows at both ends."""
+    values = np.asarray(values, dtype=np.float64)
+    half = max(1, len(values) // 40)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    low = np.clip(np.arange(len(values)) - half, 0, None)
+    high = np.clip(np.arange(len(values)) + half + 1, None, len(values))
+    return (sums[high] - sums[low]) / (high - low)

@@ -1,0 +1,90 @@
+"""Plots: what is read from the files, and that readable PNGs come out of a run's worth of figures."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eval.plots import _smooth, alpha_by_depth, plot_alpha_by_depth, plot_run, read_metrics_csv
+from models.errors import UserError
+
+
+def write_csv(path: Path, *, steps: int = 400) -> Path:
+    """As Lightning writes it: training and validation on lines of their own, empty cells between."""
+    rng = np.random.default_rng(0)
+    names = ["epoch", "step", "train/loss", "train/alpha", "train/tokens", "val/alpha", "val/kl"]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        for step in range(9, steps, 10):
+            alpha = 0.55 * (1 - np.exp(-step / 120))
+            loss = 1.6 + 7 * np.exp(-step / 60) + rng.normal(0, 0.15)
+            writer.writerow(
+                {
+                    "step": step,
+                    "train/loss": loss,
+                    "train/alpha": alpha + rng.normal(0, 0.02),
+                    "train/tokens": step * 4096,
+                }
+            )
+            if step % 50 == 49:
+                writer.writerow({"step": step, "val/alpha": alpha, "val/kl": 1.7 + 7 * np.exp(-step / 60)})
+    return path
+
+
+def make_results() -> dict:
+    metrics = {"alpha_expected/held_out/T1": {"value": 0.53, "ci95": [0.51, 0.55], "n": 90}}
+    for t, name in enumerate(("T0", "T1")):
+        for s, prompts in enumerate(("mt_bench", "gsm8k", "humaneval")):
+            for depth in range(1, 5):
+                value = 0.5 - 0.05 * t + 0.07 * s - 0.03 * depth
+                metrics[f"alpha_at_depth/{prompts}/{name}/chain_k4/d{depth}"] = {
+                    "value": value, "ci95": [value - 0.03 * depth, value + 0.02 * depth], "n": 20,
+                }  # fmt: skip
+    return {"metrics": metrics}
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def test_csv_columns_leave_out_empty_cells(tmp_path):
+    columns = read_metrics_csv(write_csv(tmp_path / "metrics.csv"))
+    assert columns["train/loss"].shape == (40, 2) and columns["val/alpha"].shape == (8, 2)
+    assert columns["val/alpha"][0, 0] == 49
+    with pytest.raises(UserError, match="logger=csv"):
+        read_metrics_csv(tmp_path / "none.csv")
+
+
+def test_depths_are_grouped_by_temperature_and_method():
+    panels = alpha_by_depth(make_results()["metrics"])
+    assert list(panels) == ["T0, chain_k4", "T1, chain_k4"]
+    assert [point[0] for point in panels["T0, chain_k4"]["gsm8k"]] == [1, 2, 3, 4]
+    depth, value, low, high = panels["T0, chain_k4"]["mt_bench"][0]
+    assert (depth, round(value, 2)) == (1, 0.47) and low < value < high
+
+
+def test_a_depth_never_reached_has_no_point():
+    key = "alpha_at_depth/gsm8k/T0/chain_k4/d4"
+    assert alpha_by_depth({key: {"value": None, "ci95": [None, None], "n": 0}}) == {}
+
+
+def test_a_run_gives_three_pngs(tmp_path):
+    paths = plot_run(write_csv(tmp_path / "metrics.csv"), make_results(), tmp_path / "out", title="quickstart")
+    assert [path.name for path in paths] == ["loss.png", "val_alpha.png", "alpha_by_depth.png"]
+    for path in paths:
+        width, height = png_size(path)
+        assert width >= 800 and height >= 500
+
+
+def test_without_files_there_is_nothing_to_plot(tmp_path):
+    assert plot_run(tmp_path / "none.csv", {"metrics": {}}, tmp_path, title="x") == []
+    with pytest.raises(UserError, match=r"eval\.decode"):
+        plot_alpha_by_depth({}, tmp_path / "x.png", title="x")
+
+
+def test_smoothing_keeps_a_constant_and_the_length():
+    assert np.allclose(_smooth([2.0] * 100), 2.0) and len(_smooth(range(7))) == 7
