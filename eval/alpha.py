@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -140,10 +140,10 @@ def _token_values(
     chunk = max(1, (1 << (22 if target.device.type == "cpu" else 26)) // target.vocab_size)  # 16 MB (256 MB) in fp32
     values = []
     for start in range(0, len(target_hidden), chunk):
-        target_logits = target.logits(target_hidden[start : start + chunk])  # (n, V)
-        draft_logits = draft.logits(draft_hidden[start : start + chunk])  # (n, Vq)
-        alphas = [token_alpha(target_logits, draft_logits, temperature=t) for t in temperatures]
+        target_logits = target.logits(target_hidden[start : start + chunk]).float()  # (n, V)
+        draft_logits = draft.logits(draft_hidden[start : start + chunk]).float()  # (n, Vq)
         top1 = token_alpha(target_logits, draft_logits, temperature=0)
+        alphas = [token_alpha(target_logits, draft_logits, temperature=t) if t else top1 for t in temperatures]
         values.append(torch.stack([*alphas, top1, *token_kl_and_entropy(target_logits, draft_logits)]))
         bar.advance(len(target_logits))
     return torch.cat(values, dim=1)
@@ -222,7 +222,7 @@ def _metrics(
 def held_out_rows(data: DictConfig, target: Target) -> Rows:
     """The held-out split of a run's data config. UserError when it is empty."""
     return load_rows(
-        list(data.sources),
+        OmegaConf.to_container(data.sources, resolve=True),
         target.tokenizer,
         split="held_out",
         max_length=data.max_length,
