@@ -16,7 +16,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from models.drafts import load_draft
 from models.errors import UserError
+from models.hub import hub_reachable
 from models.target import Target
 
 # What the draft was trained on: taken from the run, not from the defaults.
@@ -63,8 +65,6 @@ def load_pair(cfg: DictConfig, overrides: Sequence[str]) -> Pair:
     (`cfg.run`, by default the newest), its own target and data unless the command line sets them.
     The draft runs in the target's dtype, as it does when decoding. Raises UserError (no run, other vocabulary, ...).
     """
-    from models.drafts import load_draft
-
     off_the_shelf = any(_override_key(override).split(".")[0] == "draft" for override in overrides)
     if off_the_shelf:
         if not cfg.draft.get("id"):
@@ -87,7 +87,8 @@ def load_pair(cfg: DictConfig, overrides: Sequence[str]) -> Pair:
 def check_vocabulary(target: Target, draft: PreTrainedModel, source: str | Path) -> None:
     """Raises UserError unless an id means the same token to both models (added special tokens aside)."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        offline = not (Path(source).is_dir() or hub_reachable())
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=offline)
     except (OSError, ValueError):  # weights without a tokenizer: only the sizes can be compared
         if draft.config.get_text_config().vocab_size < target.vocab_size:
             raise UserError(
