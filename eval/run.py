@@ -78,10 +78,20 @@ def load_pair(cfg: DictConfig, overrides: Sequence[str]) -> Pair:
         source, draft_name = run.folder, run.name
         print(f"run: {run.folder}")
     target: Target = instantiate(config.target)
-    draft = load_draft(source).to(device=target.device, dtype=target.dtype).eval()
+    draft = cast_weights(load_draft(source), target.dtype).to(target.device).eval()
     check_vocabulary(target, draft, source)
     name = cfg.run or f"{Path(draft_name).name}-for-{Path(target.name).name}"
     return Pair(target, draft, run.name if run else name, draft_name, config, run)
+
+
+def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with its weights in `dtype`, in place, as `from_pretrained(dtype=...)` would have loaded it.
+
+    Unlike `.to(dtype)` this leaves buffers alone, and so the rotary frequencies in fp32.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def check_vocabulary(target: Target, draft: PreTrainedModel, source: str | Path) -> None:

@@ -1,0 +1,117 @@
+"""Speed and memory as ratios within one run: `python -m train.bench` -> outputs/bench/results.json.
+
+1. cache_vs_forward: writing a cache against the bare target forward
+2. loop_overhead: the decode loop outside its forwards
+3. draft_step_vs_plain: the draft's training step against a plain transformers + torch loop, fp32 and bf16
+4. chunked_loss_peak_gb: memory of the fused loss, and its difference to the plain one
+5. resident_gb: largest memory of the quickstart run, copied from its results when there are any
+Run it on a quiet machine: another job at the same time makes both sides several times slower, not equally.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from eval.entry import entry
+from eval.report import print_metrics
+from eval.results import Metric, make_header, merge_results, read_results
+from eval.run import draft_fingerprint
+from models.drafts import gpt2_draft
+from models.target import Target
+from train.measure import cache_vs_forward, chunked_loss_peak, loop_overhead
+from train.measure_step import draft_step_vs_plain
+
+GOALS = {  # what `make bench` is expected to show
+    "cache_vs_forward": (">=", 0.85),
+    "loop_overhead/greedy/chain": ("<=", 0.10),
+    "loop_overhead/T1/chain": ("<=", 0.10),
+    "draft_step_vs_plain/fp32": (">=", 1.0),
+    "draft_step_vs_plain/bf16": (">=", 1.0),
+    "chunked_loss_peak_gb": ("<=", 0.5),
+    "chunked_loss_max_difference": ("<=", 1e-5),
+}
+SMALL_DRAFT = {"n_layer": 2, "n_head": 2, "n_embd": 64}
+
+
+def run_bench(
+    target: Target, *, output_root: str | Path, quick: bool = False
+) -> tuple[dict[str, Metric], dict[str, str]]:
+    """Every measurement, and the fingerprint of the untrained draft in the loop. quick: tiny sizes, to try the code."""
+    shape = SMALL_DRAFT if quick else {}
+    draft = gpt2_draft(target.vocab_size, **shape).to(device=target.device, dtype=target.dtype).eval()
+    steps = {"num_rows": 2, "length": 64, "vocab_size": 512, **shape} if quick else {}
+    loss = {"num_tokens": 64, "vocab_size": 2048, "hidden_size": 32} if quick else {}
+    work_dir = Path(output_root) / "bench"
+    jobs: list[tuple[str, Callable[[], dict[str, Metric]]]] = [
+        (
+            "cache against forward",
+            lambda: cache_vs_forward(
+                target, num_tokens=2048 if quick else 16_384, length=128 if quick else 512, work_dir=work_dir
+            ),
+        ),
+        ("decode loop", lambda: loop_overhead(target, draft, max_new_tokens=8 if quick else 48)),
+        *(
+            (f"training step, {precision}", lambda p=precision: _step(p, target.device, steps))
+            for precision in ("fp32", "bf16")
+        ),
+        ("memory of the loss", lambda: chunked_loss_peak(**loss)),
+    ]
+    metrics: dict[str, Metric] = {}
+    for name, job in jobs:
+        start = time.perf_counter()
+        metrics |= job()
+        print(f"bench: {name} measured in {time.perf_counter() - start:.0f} s", flush=True)
+    return metrics, draft_fingerprint(draft)
+
+
+def _step(precision: str, device: torch.device, sizes: dict[str, int]) -> dict[str, Metric]:
+    return draft_step_vs_plain(precision=precision, device=device, **sizes)
+
+
+def verdict(key: str, value: float) -> str:
+    """How a figure stands to its goal: "goal >= 0.85: reached", "... MISSED", or nothing where there is none."""
+    if key not in GOALS:
+        return ""
+    sign, goal = GOALS[key]
+    reached = value >= goal if sign == ">=" else value <= goal
+    return f"goal {sign} {goal:g}: {'reached' if reached else 'MISSED'}"
+
+
+def quickstart_memory(output_root: str | Path) -> dict[str, Metric]:
+    """`resident_gb` of the last quickstart run, or nothing."""
+    path = Path(output_root) / "quickstart" / "results.json"
+    if not path.is_file():
+        return {}
+    metric = read_results(path)["metrics"].get("resident_gb")
+    return {"resident_gb": Metric(metric["value"])} if metric else {}
+
+
+@entry("distill")
+def main(cfg: DictConfig) -> None:
+    start = time.perf_counter()
+    target: Target = instantiate(cfg.target)
+    metrics, fingerprint = run_bench(target, output_root=cfg.output_root, quick=target.vocab_size < 1000)
+    metrics |= quickstart_memory(cfg.output_root)
+    header = make_header(
+        device=target.device,
+        dtype=target.dtype,
+        target={"name": target.name, **target.fingerprint()},
+        draft={"name": "untrained GPT-2", **fingerprint},
+        data={},
+    )
+    path = merge_results(Path(cfg.output_root) / "bench" / "results.json", header, metrics, overwrite=True)
+    print_metrics(f"Bench, {time.perf_counter() - start:.0f} s", metrics)
+    for key, metric in metrics.items():
+        if text := verdict(key, metric.value):
+            print(f"{key} {metric.value:.3g}, {text}")
+    if "resident_gb" not in metrics:
+        print("resident_gb: not measured, there is no quickstart run yet (make quickstart)")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
