@@ -180,7 +180,8 @@ def _read_text(path: Path, source: Mapping[str, Any]) -> Iterator[Document]:
     with _opened(path) as file:
         text = file.read(LONG_TEXT)
         if len(text) < LONG_TEXT:
-            yield Document(str(path), text=_clean(text))
+            if text:
+                yield Document(str(path), text=_clean(text))
             return
         while True:
             block = file.read(PIECE) if len(text) <= PIECE else ""

@@ -255,6 +255,7 @@ def test_save_load_and_fingerprint(tokenizer, tmp_path):
 FILES = {
     "good.jsonl": '{"text": "fine"}\n',
     "empty.jsonl": "\n",
+    "empty.txt": "",
     "json.jsonl": '{"text": "fine"}\n\n{"text": \n',
     "key.jsonl": '{"text": "fine"}\n{"body": "x"}\n',
     "null.jsonl": '{"text": null}\n',
@@ -273,6 +274,7 @@ FILES = {
     [
         ({"path": "missing.jsonl"}, r"sources\[0\].path=missing.jsonl: no such file"),
         ({"path": "empty.jsonl"}, "empty: no document in empty.jsonl"),
+        ({"path": "empty.txt"}, "empty: no document in empty.txt"),
         ({"path": "json.jsonl"}, "json.jsonl:3: not valid JSON"),
         ({"path": "key.jsonl"}, r"key.jsonl:2: no key 'text' \(this row has body\)"),
         ({"path": "null.jsonl"}, "null.jsonl:1: no key 'text'"),
