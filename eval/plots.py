@@ -20,10 +20,10 @@ DPI = 130
 
 
 def read_metrics_csv(path: str | Path) -> dict[str, np.ndarray]:
-    """Lightning's metrics.csv: column -> (points, 2) array of (step, value), empty cells left out."""
+    """A run's metrics.csv: column -> (points, 2) array of (step, value), empty cells left out."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such file; Lightning's CSV logger (logger=csv) writes it while training")
+        raise UserError(f"{path}: no such file; training with logger=csv writes it")
     columns: dict[str, list[tuple[float, float]]] = defaultdict(list)
     with path.open(newline="") as file:
         for line in csv.DictReader(file):

@@ -6,17 +6,20 @@ log-softmax over the vocabulary in fp32, autograd.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from data.signals import SignalSpec
 from eval.results import Metric
-from models.drafts import gpt2_draft, packed_hidden
-from train.losses import LossSpec, TopKSignal, distill_loss
+from models.drafts import gpt2_draft
+from train.losses import LossSpec
 from train.measure import interleaved_times, median_rate, median_ratio
+from train.module import Distiller, OptimSpec, adamw
 
-CLIP = 1.0
+CLIP, LR = 1.0, 1e-4
 
 
 def draft_step_vs_plain(
@@ -73,21 +76,33 @@ def _random_batch(
 
 
 def _our_step(draft: PreTrainedModel, batch: dict[str, Tensor], precision: str) -> Callable[[], float]:
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-4, fused=True)
-    signal = TopKSignal(batch["topk_ids"], batch["topk_logprobs"], batch["tail_logprob"])
+    """What Lightning calls in a training step, in its order, without Lightning."""
+    device = batch["input_ids"].device
+    module = Distiller(
+        draft,
+        vocab_size=draft.config.vocab_size,
+        loss=LossSpec("forward_kl"),
+        optim=OptimSpec(lr=LR, clip=CLIP),
+        signal=SignalSpec("topk", batch["topk_ids"].shape[1]),
+        total_steps=1000,
+    ).to(device)
+    module._trainer = SimpleNamespace(accumulate_grad_batches=1, world_size=1)  # all that the hook asks it
+    optimizer = adamw(draft, module.optim)
 
     def step() -> float:
-        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=precision == "bf16"):
-            hidden = packed_hidden(draft, batch["input_ids"], batch["position_ids"], batch["row_offsets"])  # (N, Dd)
-            head = draft.get_output_embeddings().weight  # (V, Dd)
-            result = distill_loss(hidden, head, signal, batch["pred_mask"], loss=LossSpec("forward_kl"))
-        return _finish(result.loss_sum / result.num_tokens, draft, optimizer)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss_sum = module.training_step(batch, 0)
+        loss_sum.backward()
+        module.on_before_optimizer_step(optimizer)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss_sum.item() / int(module.last_window.sums[3])
 
     return step
 
 
 def _plain_step(draft: PreTrainedModel, batch: dict[str, Tensor], precision: str) -> Callable[[], float]:
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=LR, fused=True)
     num_rows = len(batch["row_offsets"]) - 1
     input_ids = batch["input_ids"].view(num_rows, -1)  # (B, T)
     ids = batch["topk_ids"].long().view(*input_ids.shape, -1)  # (B, T, k)
@@ -102,14 +117,11 @@ def _plain_step(draft: PreTrainedModel, batch: dict[str, Tensor], precision: str
         top = log_q.gather(-1, ids)  # (B, T, k)
         tail = torch.log1p(-top.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))  # (B, T, 1)
         kl = (target.exp() * (target - torch.cat([top, tail], -1))).sum(-1)  # (B, T)
-        return _finish(kl[mask].mean(), draft, optimizer)
+        loss = kl[mask].mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
 
     return step
-
-
-def _finish(loss: Tensor, draft: PreTrainedModel, optimizer: torch.optim.Optimizer) -> float:
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(draft.parameters(), CLIP)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.item()
