@@ -1,4 +1,4 @@
-"""The cache on disk, format version 1: `<cache_root>/<name>-<fingerprint>/manifest.json`, `shard-00000.safetensors`, ...
+"""The cache on disk, format version 1: `<cache_root>/<name>-<fingerprint>/manifest.json` and its shards.
 
 The manifest says what the cache is (fingerprints, columns) and holds the ledger: which shards are complete, with size
 and checksum. A shard counts only once the ledger lists it. The manifest changes under a file lock and by atomic

@@ -193,9 +193,11 @@ def _check_finite(name: str, values: Tensor, rows: np.ndarray, lengths: np.ndarr
         return
     bad_tokens = (~torch.isfinite(values)).view(len(values), -1).any(1).nonzero()[:, 0]
     row = int(np.searchsorted(np.cumsum(lengths), int(bad_tokens[0]), side="right"))
-    finite = values[torch.isfinite(values)].abs()
-    largest = f"{finite.float().max().item():.6g}" if len(finite) else "none"
+    bad = values[int(bad_tokens[0])].reshape(-1)
+    bad = float(bad[~torch.isfinite(bad)][0])
+    finite = values[torch.isfinite(values)].float().abs()
+    largest = f"{finite.max().item():.6g}" if len(finite) else "none"
     raise UserError(
-        f"dtype: row {int(rows[row])}, column {name}: the target gave a value that is not finite (largest finite value "
-        f"there {largest}); load the target with dtype=bf16 or dtype=fp32"
+        f"dtype: row {int(rows[row])}, column {name}: the target gave {bad} (largest finite value of the batch "
+        f"{largest}); load the target with dtype=bf16 or dtype=fp32"
     )

@@ -231,7 +231,9 @@ class PackedDataModule(LightningDataModule):
             num_real=None if self.num_epochs is None else self.stream.num_batches(self.num_epochs),
             num_steps=self.num_batches(),
             start=self._restored // self._world_size,
-            **self._loader_options(self.train_set),
+            # rows in memory are sliced faster than a worker could send them
+            num_workers=0 if isinstance(self.train_set.source, Rows) else self.num_workers,
+            **self._loader_options(),
         )
 
     def val_dataloader(self) -> PackedLoader | list:
@@ -244,7 +246,7 @@ class PackedDataModule(LightningDataModule):
             stream,
             num_real=num_real,
             num_steps=-(-num_real // self._world_size),
-            **self._loader_options(self.val_set),
+            **self._loader_options(),  # no workers: to start them at each validation costs more than they save
         )
 
     def state_dict(self) -> dict:
@@ -276,11 +278,9 @@ class PackedDataModule(LightningDataModule):
     def _world_size(self) -> int:
         return 1 if self.trainer is None else self.trainer.world_size
 
-    def _loader_options(self, dataset: PackedRows) -> dict:
+    def _loader_options(self) -> dict:
         return {
             "rank": 0 if self.trainer is None else self.trainer.global_rank,
             "world_size": self._world_size,
-            # rows in memory are sliced faster than a worker could send them
-            "num_workers": 0 if isinstance(dataset.source, Rows) else self.num_workers,
             "pin_memory": self.pin_memory,
         }

@@ -1,6 +1,6 @@
 """Reading a cache: shards are mapped into memory, rows come out as packed tensors.
 
-Opening checks the size of every file against the manifest (a truncated map would read as zeros); `data.verify` reads all.
+Opening checks the size of every file against the manifest (a cut map would read as zeros); `data.verify` reads all.
 A pickled reader is a path and the ledger: a worker process maps the shards it needs, a few at a time.
 """
 

@@ -1,7 +1,7 @@
 """Check every byte and every value of a cache: `python -m data.verify <cache folder, or a folder of caches>`.
 
-Bytes: size and checksum of each shard against the ledger. Values: header and columns as the manifest says, ids in range,
-offsets ascending, numbers finite, probabilities that sum to one. Exit code 0: sound; 1: what is wrong, a line each.
+Bytes: size and checksum of each shard against the ledger. Values: columns as the manifest says, ids in range, offsets
+ascending, numbers finite, probabilities that sum to one. Exit code 0: sound; 1: what is wrong, a line each.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def verify_cache(folder: str | Path) -> list[str]:
 def _shard_problems(manifest: Manifest, index: int, record: ShardRecord) -> Iterator[str]:
     path = manifest.folder / shard_name(index)
     if (found := file_checksum(path)) != record.checksum:
-        yield f"checksum {found} instead of {record.checksum}: bytes have changed; delete the file, train.cache rebuilds it"
+        yield f"checksum {found} instead of {record.checksum}: bytes changed; delete the file, train.cache rebuilds it"
         return
     shard = MappedShard(path, record.bytes)
     layout = shard_layout(manifest.columns, tokens=record.tokens, rows=record.rows)
