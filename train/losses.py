@@ -42,11 +42,15 @@ LOWEST = -1e30  # stands for log 0: finite, so that 0 * LOWEST = 0, and exp(LOWE
 
 @dataclass(frozen=True)
 class LossSpec:
-    """Which loss; `beta` only for jsd; `temperature` divides the logits of both sides."""
+    """Which loss; `beta` only for jsd; `temperature` divides the logits of both sides.
+
+    chunk_mb: MiB of one chunk's logits; the peak above the inputs is about that and the head's fp32 gradient.
+    """
 
     name: str = "forward_kl"
     temperature: float = 1.0
     beta: float = 0.5
+    chunk_mb: int = 96
 
     def __post_init__(self) -> None:
         if self.name not in LOSSES:
@@ -55,6 +59,8 @@ class LossSpec:
             raise UserError(f"loss.temperature={self.temperature} must be above 0")
         if not 0 <= self.beta <= 1:
             raise UserError(f"loss.beta={self.beta} must be in [0, 1] (0 forward KL, 1 reverse KL)")
+        if self.chunk_mb < 1:
+            raise UserError(f"loss.chunk_mb={self.chunk_mb} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -107,13 +113,13 @@ def distill_loss(
     *,
     loss: LossSpec,
     vocab_size: int | None = None,
-    chunk_bytes: int = 96 * 2**20,
+    chunk_bytes: int | None = None,
 ) -> DistillLoss:
     """Loss of the draft against the target over the masked tokens, head and loss fused (see the module).
 
     vocab_size: the real ids; columns beyond it are padding of either head and carry no mass. By default the narrower
     of the two widths: a signal of logits is then renormalised over the shared ids.
-    chunk_bytes: memory of one chunk's logits; the peak above the inputs is about that plus the head's fp32 gradient.
+    chunk_bytes: of one chunk's logits, instead of loss.chunk_mb.
     Raises UserError for a temperature other than 1 with a top-k signal, whose tail cannot be re-tempered.
     """
     if isinstance(signal, TopKSignal) and loss.temperature != 1:
@@ -121,6 +127,7 @@ def distill_loss(
             f"loss.temperature={loss.temperature} needs the whole distribution: use cache.signal=hidden, not topk"
         )
     rows = mask.nonzero().squeeze(1)  # (n)
+    chunk_bytes = loss.chunk_mb * 2**20 if chunk_bytes is None else chunk_bytes
     with_grad = torch.is_grad_enabled() and (draft_hidden.requires_grad or head_weight.requires_grad)
     loss_sum, alpha_sum, kl_sum = _FusedHeadLoss.apply(
         draft_hidden, head_weight, rows, signal, loss, vocab_size, chunk_bytes, with_grad

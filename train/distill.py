@@ -1,0 +1,304 @@
+"""Distil a draft from a target: python -m train.distill +experiment=NAME.
+
+1. check the config and the run's folder; nothing heavy has happened yet
+2. target, draft, rows; the caches that are missing
+3. Lightning fit, continued from state/last.ckpt where there is one
+4. save the draft in transformers' layout; expected acceptance on the held-out rows; run.json
+"""
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedModel
+
+from data.datamodule import PackedDataModule
+from data.rows import Rows, load_rows
+from data.signals import SignalSpec
+from eval.alpha import evaluate_alpha
+from eval.entry import entry
+from eval.report import print_metrics
+from eval.results import Metric, git_sha, make_header, merge_results, run_info
+from eval.run import draft_fingerprint
+from models.drafts import load_draft, max_positions
+from models.errors import UserError
+from models.target import Target, resolve_device
+from train.cache import build_cache
+from train.callbacks import Metrics, StateCheckpoint, WeightAverage
+from train.loggers import finish_loggers
+from train.losses import LossSpec
+from train.module import Distiller, OptimSpec
+from train.run_folder import RunFolder, Start, read_checkpoint
+from train.trainer import TrainerSpec
+
+
+def distill(cfg: DictConfig) -> Path:
+    """The whole run of a composed config; returns its folder. A finished run of the same config is left as it is."""
+    device = resolve_device(cfg.device)
+    loss, optim, trainer = (instantiate(cfg[group], _convert_="all") for group in ("loss", "optim", "trainer"))
+    check_lengths(cfg, trainer)
+    if loss.temperature != 1 and cfg.cache.signal == "topk":
+        raise UserError(f"loss.temperature={loss.temperature}: needs the whole distribution, set cache=hidden")
+    if cfg.cache.mode not in ("disk", "none"):
+        raise UserError(f"cache.mode={cfg.cache.mode}: unknown; use disk or none")
+    num_processes = trainer.num_devices(device) * trainer.num_nodes
+    refuse_distributed_sweep(num_processes)
+    folder = RunFolder(cfg.checkpoint_root, run_name(cfg))
+    config = OmegaConf.to_container(cfg, resolve=True)
+    config["run"] = folder.name
+    start = folder.check(config, resume=str(cfg.resume), overwrite=cfg.overwrite)
+    if start.is_finished:
+        say(f"run {folder.name}: finished before with this config, in {folder.path}; overwrite=true trains it again")
+        return folder.path
+    lightning.seed_everything(cfg.seed, workers=True, verbose=False)
+    target: Target = instantiate(cfg.target)
+    draft: PreTrainedModel = instantiate(cfg.draft, target=target, seed=cfg.seed)
+    if cfg.data.max_length > max_positions(draft):
+        raise UserError(too_long(cfg.data.max_length, max_positions(draft)))
+    spec = SignalSpec(cfg.cache.signal, cfg.cache.top_k, target.tap_ids)
+    spec.check(target)
+    rows = {split: rows_of(cfg, target, split) for split in ("train", "held_out")}
+    sources, cache_metrics = caches(cfg, target, spec, rows)
+    if cfg.plan:
+        return folder.path
+    folder.begin(config, overwrite=cfg.overwrite)
+    try:
+        loggers = [
+            instantiate(node)(
+                folder=Path(cfg.output_root) / folder.name,
+                run=folder.name,
+                run_id=folder.run_id,
+                config={**config, "git_sha": git_sha(), "run_folder": str(folder.path)},
+                resume_step=start.step,
+            )
+            for node in cfg.logger.values()
+        ]
+        info, is_first_rank = fit(
+            draft,
+            target,
+            sources,
+            folder=folder,
+            start=start,
+            loss=loss,
+            optim=optim,
+            spec=spec,
+            trainer=trainer,
+            loggers=loggers,
+            seed=cfg.seed,
+            extra=cache_metrics,
+        )
+        if is_first_rank:
+            folder.save_draft(draft, target.tokenizer)
+            metrics = judge(cfg, folder, target, rows["held_out"])
+            for logger in loggers:
+                logger.log_metrics({f"eval/{key}": m.value for key, m in metrics.items()}, step=info["steps"])
+            folder.finish(
+                {
+                    **run_info(),
+                    "metrics": {**info.pop("metrics"), **{key: m.value for key, m in metrics.items()}},
+                    "target": {"name": target.name, **target.fingerprint()},
+                    "data": {split: each.fingerprint() for split, each in rows.items()},
+                    "device": str(device),
+                    "precision": trainer.resolved_precision(device),
+                    "processes": num_processes,
+                    **info,
+                }
+            )
+            say(f"run {folder.name}: saved to {folder.path}")
+    finally:
+        finish_loggers()
+    return folder.path
+
+
+def fit(
+    draft: PreTrainedModel,
+    target: Target,
+    sources: dict[str, Rows | Path],
+    *,
+    folder: RunFolder,
+    start: Start,
+    loss: LossSpec,
+    optim: OptimSpec,
+    spec: SignalSpec,
+    trainer: TrainerSpec,
+    loggers: list,
+    seed: int,
+    extra: dict[str, float],
+) -> tuple[dict[str, Any], bool]:
+    """Train `draft` in place (with ema_decay: to its average). Returns the figures, and whether this is rank 0."""
+    began = time.monotonic()
+    device = target.device
+    data = PackedDataModule(
+        sources["train"],
+        sources["held_out"],
+        batch_tokens=trainer.batch_tokens,
+        seed=seed,
+        num_epochs=trainer.max_epochs,
+        max_steps=trainer.max_steps,
+        accumulate=trainer.accumulate,
+        num_workers=trainer.num_workers,
+        pin_memory=device.type == "cuda",
+    )
+    total_steps = data.num_steps(trainer.num_devices(device) * trainer.num_nodes)
+    module = Distiller(
+        draft, vocab_size=target.vocab_size, loss=loss, optim=optim, signal=spec, total_steps=total_steps, target=target
+    )
+    metrics = Metrics(every=trainer.log_every_steps, extra=extra)
+    average = WeightAverage(optim.ema_decay) if optim.ema_decay is not None else None
+    state = StateCheckpoint(
+        folder.checkpoint, every_minutes=trainer.checkpoint_every_minutes, every_steps=trainer.checkpoint_every_steps
+    )
+    callbacks = [metrics, *([average] if average else []), state]  # the state last: it holds what the others did
+    if start.step is not None and start.step >= total_steps:  # ended before its draft was saved
+        restored = read_checkpoint(start.checkpoint)
+        module.load_state_dict(restored["state_dict"])
+        for callback in callbacks[:-1]:
+            callback.load_state_dict(restored["callbacks"][callback.state_key])
+        is_first_rank = rank_zero_only.rank == 0
+    else:
+        if start.step is not None:
+            say(f"run {folder.name}: continues at step {start.step} of {total_steps}")
+        engine = trainer.make(device=device, total_steps=total_steps, callbacks=callbacks, loggers=loggers)
+        engine.fit(module, datamodule=data, ckpt_path=start.checkpoint, weights_only=True)
+        is_first_rank = engine.is_global_zero
+    draft.to(target.device)
+    if average is not None:
+        average.average = [a.to(target.device) for a in average.average]
+        average.swap(module)
+    figures = (
+        {f"train/{name}": value for name, value in module.last_window.means().items()} if module.last_window else {}
+    )
+    if module.validation is not None:
+        figures |= {f"val/{name}": value for name, value in module.validation.means().items()}
+    figures["train/tokens"] = metrics.tokens
+    return {"steps": total_steps, "seconds": time.monotonic() - began, "metrics": figures}, is_first_rank
+
+
+def judge(cfg: DictConfig, folder: RunFolder, target: Target, rows: Rows) -> dict[str, Metric]:
+    """Expected acceptance of the draft as saved, merged into outputs/<run>/results.json."""
+    draft = load_draft(folder.path).to(device=target.device, dtype=target.dtype)
+    metrics = evaluate_alpha(
+        target,
+        draft,
+        rows,
+        temperatures=list(cfg.alpha.temperatures),
+        max_tokens=cfg.alpha.max_tokens,
+        position_buckets=list(cfg.alpha.position_buckets),
+        seed=cfg.seed,
+    )
+    header = make_header(
+        device=target.device,
+        dtype=target.dtype,
+        target={"name": target.name, **target.fingerprint()},
+        draft={"name": folder.name, **draft_fingerprint(draft)},
+        data={"held_out": rows.fingerprint()},
+    )
+    # figures of a former draft of this name are stale now
+    path = merge_results(Path(cfg.output_root) / folder.name / "results.json", header, metrics, overwrite=True)
+    print_metrics(f"Expected acceptance of {folder.name} for {target.name}", metrics)
+    print(path)
+    return metrics
+
+
+def rows_of(cfg: DictConfig, target: Target, split: str) -> Rows:
+    return load_rows(
+        OmegaConf.to_container(cfg.data.sources, resolve=True),
+        target.tokenizer,
+        split=split,
+        max_length=cfg.data.max_length,
+        held_out_fraction=cfg.data.held_out_fraction,
+        seed=cfg.data.seed,
+        max_tokens=cfg.data[f"max_{split}_tokens"],
+    )
+
+
+def caches(
+    cfg: DictConfig, target: Target, spec: SignalSpec, rows: dict[str, Rows]
+) -> tuple[dict[str, Rows | Path], dict[str, float]]:
+    """Where batches come from: the folder of each split's cache, or the rows themselves (cache.mode=none)."""
+    if cfg.cache.mode == "none":
+        return dict(rows), {}
+    metrics: dict[str, float] = {}
+    folders: dict[str, Rows | Path] = {}
+    for split, split_rows in rows.items():
+        folders[split] = build_cache(
+            target,
+            split_rows,
+            spec,
+            cache_root=cfg.cache_root,
+            name=f"{cfg.cache.name or target.name}-{split}",
+            shard_tokens=cfg.cache.shard_tokens,
+            batch_tokens=cfg.cache.batch_tokens,
+            plan=cfg.plan,
+            devices=cfg.trainer.devices,
+            num_nodes=cfg.trainer.num_nodes,
+            strategy=cfg.trainer.strategy,
+            on_stats=(lambda stats: metrics.update(stats.metrics())) if split == "train" else None,
+        )
+    return folders, metrics
+
+
+def check_lengths(cfg: DictConfig, trainer: TrainerSpec) -> None:
+    """A row must fit in the draft's positions and in a batch."""
+    if cfg.draft.kind == "gpt2" and cfg.data.max_length > cfg.draft.n_positions:
+        raise UserError(too_long(cfg.data.max_length, cfg.draft.n_positions))
+    if cfg.data.max_length > trainer.batch_tokens:
+        raise UserError(
+            f"trainer.batch_tokens={trainer.batch_tokens}: a batch must hold a row of data.max_length="
+            f"{cfg.data.max_length} tokens; raise it"
+        )
+
+
+def too_long(max_length: int, positions: int) -> str:
+    return f"data.max_length={max_length}: the draft has {positions} positions; set data.max_length={positions} or less"
+
+
+def run_name(cfg: DictConfig) -> str:
+    """cfg.run, or the experiment and the seed; in a sweep also what it varies, so that each job has its own folder."""
+    if not HydraConfig.initialized():
+        return cfg.run or f"run-s{cfg.seed}"
+    hydra = HydraConfig.get()
+    name = cfg.run or f"{hydra.runtime.choices.get('experiment') or 'run'}-s{cfg.seed}"
+    if hydra.mode == RunMode.MULTIRUN:
+        varied = swept_keys(sys.argv[1:]) - {"run", "experiment"}
+        name = "-".join([name, *(o.lstrip("+") for o in hydra.overrides.task if o.lstrip("+").split("=")[0] in varied)])
+    return re.sub(r"[^\w.=+,-]+", "_", name)[:200]
+
+
+def swept_keys(arguments: list[str]) -> set[str]:
+    """Keys that a command line gives several values: {"optim.lr"} of `-m optim.lr=1e-3,1e-4 seed=1`."""
+    overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    return {override.key_or_group for override in parsed if override.is_sweep_override()}
+
+
+def refuse_distributed_sweep(num_processes: int) -> None:
+    """Lightning starts its other processes with the command line of the first one: they would rerun the whole sweep."""
+    if num_processes > 1 and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise UserError(
+            f"trainer.devices: a sweep (-m) with {num_processes} processes a job is not supported; run the jobs one "
+            f"by one, or set trainer.devices=1"
+        )
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+@entry("distill")
+def main(cfg: DictConfig) -> None:
+    distill(cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The Lightning wiring of distillation: packed batch -> draft -> loss; token means; AdamW with its schedule.
+
+Every training step returns a *sum* over its supervised tokens. Just before the optimiser's step the gradients are
+divided by the tokens of the whole window (all micro-batches, all ranks): the loss is a mean over tokens, however they
+were split.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from lightning import LightningModule
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from data.datamodule import Batch
+from data.signals import SignalSpec, target_columns
+from models.drafts import packed_hidden
+from models.errors import UserError
+from models.target import Target
+from train.losses import DistillLoss, HiddenSignal, LossSpec, Signal, TopKSignal, distill_loss
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+@dataclass(frozen=True)
+class OptimSpec:
+    """AdamW, warm-up, decay, clipping. Units: lr a step; fractions of all optimiser steps, and of lr."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_fraction: float = 0.05
+    schedule: str = "cosine"
+    final_lr_fraction: float = 0.1
+    clip: float | None = 1.0
+    ema_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay", "warmup_fraction", "final_lr_fraction", "clip", "ema_decay"):
+            value = getattr(self, name)
+            if value is None and name in ("clip", "ema_decay"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise UserError(f"optim.{name}={value}: must be a number of at least 0")
+        if not self.lr > 0:
+            raise UserError(f"optim.lr={self.lr}: must be above 0")
+        if not self.warmup_fraction < 1:
+            raise UserError(f"optim.warmup_fraction={self.warmup_fraction}: must be below 1, a share of the steps")
+        if self.ema_decay is not None and not self.ema_decay < 1:
+            raise UserError(f"optim.ema_decay={self.ema_decay}: must be below 1, or null for no average")
+        if self.schedule not in SCHEDULES:
+            raise UserError(f"optim.schedule={self.schedule}: unknown; use one of {', '.join(SCHEDULES)}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optim.betas={list(self.betas)}: two numbers of at least 0 and below 1")
+        object.__setattr__(self, "betas", tuple(float(beta) for beta in self.betas))
+
+    def lr_factor(self, step: int, total_steps: int) -> float:
+        """Share of lr at optimiser step `step` (0 the first): linear warm-up, then decay to final_lr_fraction."""
+        warmup = round(self.warmup_fraction * total_steps)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
+        shape = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}
+        return self.final_lr_fraction + (1 - self.final_lr_fraction) * shape[self.schedule]
+
+
+@dataclass
+class TokenSums:
+    """Loss, alpha, KL and supervised tokens, added up over batches and then over ranks."""
+
+    sums: Tensor  # (4) fp64: loss, alpha, KL, tokens
+
+    @classmethod
+    def zero(cls, device: torch.device) -> "TokenSums":
+        return cls(torch.zeros(4, dtype=torch.float64, device=device))
+
+    def add(self, out: DistillLoss) -> None:
+        self.sums[:3] += torch.stack((out.loss_sum.detach(), out.alpha_sum, out.kl_sum))
+        self.sums[3] += out.num_tokens
+
+    def all_reduce(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self.sums)
+
+    def means(self) -> dict[str, float]:
+        loss, alpha, kl, tokens = self.sums.tolist()
+        return {name: value / max(tokens, 1) for name, value in (("loss", loss), ("alpha", alpha), ("kl", kl))}
+
+
+class Distiller(LightningModule):
+    """Trains `draft` on what the target says, from cached columns or from the target itself.
+
+    target: needed for signal `hidden` (its frozen head) and for batches without columns (cache.mode=none). It is no
+    submodule: not in the optimiser, not in checkpoints, never in train mode.
+    total_steps: optimiser steps of the whole run, the clock of the schedule.
+    """
+
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        *,
+        vocab_size: int,
+        loss: LossSpec,
+        optim: OptimSpec,
+        signal: SignalSpec,
+        total_steps: int,
+        target: Target | None = None,
+    ):
+        super().__init__()
+        if loss.temperature != 1 and signal.signal == "topk":
+            raise UserError(f"loss.temperature={loss.temperature}: needs the whole distribution, set cache=hidden")
+        assert target is not None or signal.signal == "topk"
+        self.draft = draft.train()
+        self.__dict__["target"] = target
+        self.vocab_size, self.loss, self.optim, self.signal = vocab_size, loss, optim, signal
+        self.total_steps = total_steps
+        self.window: TokenSums | None = None  # of the optimiser step under way
+        self.last_window: TokenSums | None = None  # of the last one done, over all ranks
+        self.validation: TokenSums | None = None
+        self.grad_norm: Tensor | None = None
+
+    def setup(self, stage: str) -> None:
+        device = self.trainer.strategy.root_device
+        spread = self.target is not None and getattr(self.target.model, "hf_device_map", None)
+        if self.target is not None and not spread and self.target.device != device:
+            self.target.to(device)
+
+    def distill(self, batch: Batch) -> DistillLoss:
+        """Loss sums of one packed batch."""
+        hidden = packed_hidden(self.draft, batch["input_ids"], batch["position_ids"], batch["row_offsets"])  # (N, Dd)
+        return distill_loss(
+            hidden,
+            self.draft.get_output_embeddings().weight,
+            self._signal(batch),
+            batch["pred_mask"],
+            loss=self.loss,
+            vocab_size=self.vocab_size,
+        )
+
+    def _signal(self, batch: Batch) -> Signal:
+        name = "topk_ids" if self.signal.signal == "topk" else "final_hidden"
+        if name not in batch:
+            assert self.target is not None, "batches without columns need the target"
+            with torch.autocast(self.device.type, enabled=False):
+                columns = target_columns(self.target, batch["input_ids"], batch["row_offsets"], self.signal)
+            batch = {**batch, **columns}
+        if self.signal.signal == "topk":
+            return TopKSignal(batch["topk_ids"], batch["topk_logprobs"], batch["tail_logprob"])
+        return HiddenSignal(batch["final_hidden"].to(self.target.dtype), self.target.logits)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # ()
+        out = self.distill(batch)
+        if self.window is None:
+            self.window = TokenSums.zero(self.device)
+        self.window.add(out)
+        return out.loss_sum
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients of a sum -> of the mean over the window's tokens, clipped; one pass over them for both.
+
+        Lightning divides each loss by accumulate_grad_batches and DDP averages over ranks: both are undone here.
+        """
+        self.window.all_reduce()
+        self.last_window, self.window = self.window, None
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        factor = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        scale = (factor / self.last_window.sums[3].clamp(min=1)).float()
+        self.grad_norm = scale * nn.utils.get_total_norm(grads)
+        if self.optim.clip:
+            scale = scale * (self.optim.clip / (self.grad_norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, scale)
+
+    def on_validation_epoch_start(self) -> None:
+        self.validation = TokenSums.zero(self.device)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.validation.add(self.distill(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.validation.all_reduce()
+
+    def configure_optimizers(self) -> dict:
+        optimizer = adamw(self.draft, self.optim)
+        schedule = LambdaLR(optimizer, lambda step: self.optim.lr_factor(step, self.total_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def adamw(draft: nn.Module, optim: OptimSpec) -> AdamW:
+    """AdamW over the draft. Weight decay only on the blocks' matrices: a gain or a bias has no scale to shrink, and an
+    embedding row of a rare token gets decay at every step but a gradient at few. Fused: one kernel a step, CPU too."""
+    embeddings = {id(draft.get_input_embeddings().weight), id(draft.get_output_embeddings().weight)}
+    decayed, plain = [], []
+    for name, parameter in draft.named_parameters():
+        is_matrix = parameter.dim() >= 2 and id(parameter) not in embeddings and "wpe" not in name
+        (decayed if is_matrix else plain).append(parameter)
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
