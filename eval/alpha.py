@@ -6,8 +6,9 @@
 4. sums per row and position bucket -> ratios of sums with a bootstrap interval over rows
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from data.rows import Rows, load_rows
 from eval.entry import entry
 from eval.report import print_metrics
 from eval.results import Metric, make_header, merge_results
-from eval.run import load_pair
+from eval.run import Pair, load_pair
 from eval.stats import ratio_ci
 from models.errors import UserError
 from models.target import Target
@@ -232,18 +233,19 @@ def held_out_rows(data: DictConfig, target: Target) -> Rows:
     )
 
 
-@entry("alpha")
-def main(cfg: DictConfig) -> None:
-    pair = load_pair(cfg, HydraConfig.get().overrides.task)
+def evaluate_pair(
+    pair: Pair, alpha: Mapping[str, Any], *, seed: int, output_root: str | Path, overwrite: bool = False
+) -> dict[str, Metric]:
+    """Judge a pair by the keys of conf/alpha on its held-out rows; print a table, merge into results.json."""
     rows = held_out_rows(pair.config.data, pair.target)
     metrics = evaluate_alpha(
         pair.target,
         pair.draft,
         rows,
-        temperatures=list(cfg.alpha.temperatures),
-        max_tokens=cfg.alpha.max_tokens,
-        position_buckets=list(cfg.alpha.position_buckets),
-        seed=cfg.seed,
+        temperatures=list(alpha["temperatures"]),
+        max_tokens=alpha["max_tokens"],
+        position_buckets=list(alpha["position_buckets"]),
+        seed=seed,
     )
     header = make_header(
         device=pair.target.device,
@@ -252,10 +254,16 @@ def main(cfg: DictConfig) -> None:
         draft=pair.draft_fingerprint,
         data={"held_out": rows.fingerprint()},
     )
-    path = Path(cfg.output_root) / pair.name / "results.json"
-    merge_results(path, header, metrics, overwrite=cfg.overwrite)
+    path = merge_results(Path(output_root) / pair.name / "results.json", header, metrics, overwrite=overwrite)
     print_metrics(f"Expected acceptance of {pair.draft_name} for {pair.target.name}", metrics)
     print(path)
+    return metrics
+
+
+@entry("alpha")
+def main(cfg: DictConfig) -> None:
+    pair = load_pair(cfg, HydraConfig.get().overrides.task)
+    evaluate_pair(pair, cfg.alpha, seed=cfg.seed, output_root=cfg.output_root, overwrite=cfg.overwrite)
 
 
 if __name__ == "__main__":

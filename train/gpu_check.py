@@ -4,7 +4,8 @@
 2. greedy decoding: fp32 equals plain decoding token for token, bf16 differs at near ties only; draft = target is
    accepted
 3. alpha on the GPU equals alpha on the CPU
-4. speed: cache against the bare forward, training step against a plain loop, decode loop, memory of the fused loss
+4. the smoke experiment: caching, training and saving under Lightning
+5. speed: cache against the bare forward, training step against a plain loop, decode loop, memory of the fused loss
 A seeded random target of SmolLM2's shape needs no files; where the real one is there it is checked too (docs/gpu.md).
 A check that fails or raises is reported and the others still run: exit code 1 at the end. No check starts after
 DEADLINE_S, so that a short lease is enough. `device=cpu target=tiny_random` runs the same code on a CPU, to try it.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import nn
@@ -27,12 +29,13 @@ from eval.entry import entry
 from eval.loop import speculative_decode
 from eval.report import print_metrics
 from eval.results import Metric, make_header, merge_results
-from eval.run import draft_fingerprint
+from eval.run import draft_fingerprint, load_run
 from eval.verification import verify_chain
 from models.drafts import gpt2_draft
 from models.errors import UserError
 from models.sampling import SamplingParams, filtered_probs, sample
 from models.target import Target, load_target
+from train.distill import distill
 from train.measure import (
     cache_vs_forward,
     chunked_loss_peak,
@@ -169,6 +172,25 @@ def decode_speed(target: Target, draft: nn.Module, *, num_tokens: int = 64) -> d
     return metrics
 
 
+def check_training(device: torch.device, out: Path) -> dict[str, Metric]:
+    """The smoke experiment on one device: does Lightning cache, train, validate and save there, and does it learn?"""
+    overrides = {
+        "device": f"{device.type}:0" if device.type == "cuda" else device.type,
+        "run": "smoke",
+        "overwrite": "true",
+        "output_root": str(out),
+        "checkpoint_root": str(out / "checkpoints"),
+        "cache_root": str(out / "cache"),
+    }
+    cfg = compose("distill", overrides=["+experiment=smoke", *(f"{key}={value}" for key, value in overrides.items())])
+    run = load_run(distill(cfg))
+    figures = {key: run.info["metrics"][key] for key in ("train/loss", "val/kl", "val/alpha")}
+    metrics = {f"smoke/{key}": Metric(value) for key, value in figures.items()}
+    if not all(np.isfinite(value) for value in figures.values()):
+        raise CheckFailed(f"training gave {figures}", metrics)
+    return metrics
+
+
 class Report:
     """Runs checks one after another, keeps their figures and failures."""
 
@@ -253,6 +275,7 @@ def main(cfg: DictConfig) -> None:
     target, draft = check_target(
         report, load, "random" if source.startswith("random:") else "target", work_dir=out, is_small=is_small
     )
+    report.run("training run", lambda: check_training(device, out))
     sizes = {"num_rows": 2, "length": 64, "vocab_size": 512, "n_layer": 2, "n_head": 2, "n_embd": 64}
     sizes = sizes if is_small else {"num_rows": 32}
     for precision in ("fp32", "bf16"):

@@ -162,7 +162,9 @@ def loop_overhead(
     metrics = {}
     for name, pairs in totals.items():
         outside, whole = zip(*pairs)
-        metrics[f"loop_overhead/{name}"] = Metric.of(ratio_ci(outside, whole), num_prompts)
+        setting, kind = name.split("/")
+        key = f"loop_overhead/{setting}" if kind == "chain" else f"plain_loop_overhead/{setting}"
+        metrics[key] = Metric.of(ratio_ci(outside, whole), num_prompts)
     return metrics
 
 

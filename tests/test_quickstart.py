@@ -1,0 +1,50 @@
+"""The whole job in one process on the tiny random target: files, table, and what a second call reuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    roots = [f"{name}_root={tmp_path / name}" for name in ("output", "checkpoint", "cache")]
+    small = ["decode.sets=[gsm8k]", "decode.num_prompts=1", "data.max_train_tokens=6000", "trainer.max_epochs=1"]
+    return subprocess.run(
+        [sys.executable, "-m", "train.quickstart", "+experiment=smoke", *roots, *small, *arguments],
+        cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_quickstart_and_its_second_call(tmp_path):
+    first = run(tmp_path)
+    assert first.returncode == 0, first.stderr
+    out = tmp_path / "output" / "smoke"
+    written = ["results.json", "decode.json", "generations.txt", "loss.png", "val_alpha.png", "alpha_by_depth.png"]
+    for name in written:
+        assert (out / name).is_file() and str(out / name) in first.stdout, name
+    results = json.loads((out / "results.json").read_text())
+    metrics = results["metrics"]
+    assert {"alpha_expected/held_out/T1", "tau/gsm8k/T0/chain_k4", "speedup/gsm8k/T1/chain_k4"} <= metrics.keys()
+    assert 0.1 < metrics["resident_gb"]["value"] < 10
+    assert results["target"]["name"] == "tiny_random" and results["draft"]["name"] == "smoke"
+    assert {"held_out", "prompts"} <= results["data"].keys()
+
+    second = run(tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "finished before" in second.stdout and second.stdout.count("reused") == 2
+    again = json.loads((out / "results.json").read_text())["metrics"]
+    assert again.keys() == metrics.keys() - {"stage_seconds/alpha"} | {"stage_seconds/decoding"}
+    for key in ("resident_gb", "alpha_expected/held_out/T1", "tau/gsm8k/T0/chain_k4"):
+        assert again[key] == metrics[key], key
+
+
+def test_a_mistake_is_one_line(tmp_path):
+    for mistake in ("decode.draft_len=0", "decode.sets=[gsm9k]"):
+        result = run(tmp_path, mistake)
+        key, _, _ = mistake.partition("=")
+        assert result.returncode == 2 and result.stderr.startswith(f"error: {key}=") and not result.stdout
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "cache").exists()  # told before anything began
