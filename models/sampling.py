@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from models.errors import UserError
 from models.kv_cache import RollbackCache, forward_with_cache
 
-NUCLEUS_GUESSES = (1024, 8192)  # top-p looks at this many tokens before it sorts the whole vocabulary
 BELOW_ONE = 1 - 2**-52  # keeps u * total below the total after rounding
 
 
@@ -82,14 +82,13 @@ def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:  # (..., V
 
 
 def _nucleus_threshold(probs: Tensor, top_p: float) -> Tensor:  # (..., V) -> (..., 1)
-    """Probability of the last token inside the nucleus. Sorts a large vocabulary only where it must."""
-    vocab_size = probs.shape[-1]
-    for size in (*(guess for guess in NUCLEUS_GUESSES if guess < vocab_size), vocab_size):
-        largest = probs.topk(size, dim=-1).values  # (..., size) descending
-        mass_before = largest.cumsum(-1, dtype=torch.float64) - largest
-        num_inside = (mass_before < top_p).sum(-1, keepdim=True)  # (..., 1)
-        if size == vocab_size or bool((num_inside < size).all()):
-            break
+    """Probability of the last token inside the nucleus."""
+    if probs.device.type == "cpu":  # numpy sorts values with SIMD: 0.1 ms for 49,152, torch takes 3 ms
+        largest = torch.from_numpy(np.sort(probs.detach().numpy(), axis=-1)).flip(-1)  # (..., V) descending
+    else:
+        largest = probs.sort(dim=-1, descending=True).values
+    mass_before = largest.cumsum(-1, dtype=torch.float64) - largest
+    num_inside = (mass_before < top_p).sum(-1, keepdim=True)  # (..., 1)
     return largest.gather(-1, num_inside - 1)
 
 

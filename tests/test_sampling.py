@@ -44,7 +44,6 @@ def test_filters_by_hand():
 
 
 def test_nucleus_of_a_large_flat_vocabulary():
-    """Wider than the first guess of the nucleus: the whole vocabulary is sorted."""
     logits = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(0)) * 0.5
     logits[0, 7] = 50.0  # one row peaked, the other flat
     probs = filtered_probs(logits, SamplingParams(temperature=1.0, top_p=0.95))
