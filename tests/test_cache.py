@@ -353,9 +353,9 @@ from data.signals import SignalSpec
 from models.target import load_target
 from train.cache import build_cache
 target = load_target("random:tiny_llama", dtype="fp32", device="cpu")
-for seed in (0, 1):  # as training does: one cache after the other in the same processes
-    rows = make_rows([40, 3, 90, 12] * 5, seed=seed)
-    build_cache(target, rows, SignalSpec(top_k=8), cache_root=sys.argv[1], name=f"x{seed}", shard_tokens=120,
+for repeats in (5, 1):  # as training does: one cache after the other in the same processes; the second is one shard
+    rows = make_rows([40, 3, 20, 12] * repeats)
+    build_cache(target, rows, SignalSpec(top_k=8), cache_root=sys.argv[1], name=f"x{repeats}", shard_tokens=120,
                 batch_tokens=128, devices=int(sys.argv[2]), strategy=sys.argv[3])
 """
 

@@ -41,7 +41,7 @@ class CacheStats:
     tokens: int  # of the whole cache
     bytes: int
     new_tokens: int  # written by this job, by all ranks
-    seconds: float
+    seconds: float  # from the first forward to the last byte, without the start of processes
 
     def metrics(self) -> dict[str, float]:
         metrics = {"cache/tokens": float(self.tokens), "cache/bytes": float(self.bytes)}
@@ -107,10 +107,9 @@ def build_cache(
                 Manifest.new(folder, target, rows, spec, shard_tokens=shard_tokens, num_shards=len(shards)).save()
         manifest = Manifest.open(folder)
         manifest.update_ledger(drop=list(damaged))
-        start = time.monotonic()
         job = CacheJob(target, rows, spec, manifest, [shards[i] for i in missing], batch_tokens=batch_tokens)
         _predict(job, target, devices=devices, num_nodes=num_nodes, strategy=strategy)
-        seconds = time.monotonic() - start
+        seconds = job.seconds
         manifest = Manifest.open(folder)
         assert manifest.is_complete, f"{folder}: shards are missing after a job without an error"
         new_tokens = sum(shards[i].tokens for i in missing)
@@ -147,6 +146,7 @@ class CacheJob(lightning.LightningModule):
             self.target.to(device)
         own = self.missing[self.trainer.global_rank :: self.trainer.world_size]
         self.batches = [batch for shard in own for batch in self._shard_batches(shard)]
+        self.batches = self.batches or [None]  # a rank without a shard still meets the others at the barriers
 
     def predict_dataloader(self) -> DataLoader:
         return DataLoader(self.batches, batch_size=None, shuffle=False, collate_fn=None)
@@ -156,11 +156,14 @@ class CacheJob(lightning.LightningModule):
 
     def on_predict_start(self) -> None:
         self.writer = CacheWriter(self.manifest, self.rows)
-        new_tokens = sum(int(self._lengths(batch.rows).sum()) for batch in self.batches)
+        new_tokens = sum(int(self._lengths(batch.rows).sum()) for batch in self.batches if batch is not None)
         self.progress = ProgressBar(f"caching {self.manifest.folder.name}", new_tokens, "tokens")
         self.progress.__enter__()
+        self._start = time.monotonic()
 
-    def predict_step(self, batch: CacheBatch, batch_idx: int) -> int:
+    def predict_step(self, batch: CacheBatch | None, batch_idx: int) -> int:
+        if batch is None:
+            return batch_idx
         lengths = self._lengths(batch.rows)
         input_ids = torch.from_numpy(np.concatenate([self.rows.row(int(row))[0] for row in batch.rows]))  # (n,)
         row_offsets = torch.from_numpy(np.cumsum([0, *lengths]))  # (R+1,)
@@ -173,6 +176,7 @@ class CacheJob(lightning.LightningModule):
         self.writer.close()
         self.progress.__exit__(None, None, None)
         self.trainer.strategy.barrier("cache")  # nobody reads before the last rank has written
+        self.seconds = time.monotonic() - self._start
 
     def stop(self) -> None:
         """After an error: end the thread, drop the unfinished shard."""
