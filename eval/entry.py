@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hydra
+import transformers
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,11 +27,15 @@ def entry(config_name: str) -> Callable[[Callable[[DictConfig], object]], Callab
     def decorate(main: Callable[[DictConfig], object]) -> Callable[[], None]:
         @functools.wraps(main)
         def checked(cfg: DictConfig) -> object:
-            check_config(cfg)
-            return main(cfg)
+            try:  # here, because Hydra would print a line of its own about whatever leaves the job
+                check_config(cfg)
+                return main(cfg)
+            except (UserError, HydraException, OmegaConfBaseException) as error:
+                fail(explain(error))
 
         @functools.wraps(main)
         def run() -> None:
+            transformers.logging.disable_progress_bar()  # each load and save would draw one
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what went wrong instead of ending the process
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(checked)()

@@ -76,4 +76,6 @@ def random_model(shape: str, *, seed: int = 0, dtype: torch.dtype = torch.float3
             if parameter.dim() == 2:
                 std = 2.5 * parameter.shape[1] ** -0.5 if parameter is embedding else min(parameter.shape) ** -0.5
                 parameter.normal_(0.0, std, generator=generator)
-    return model.to(dtype).eval()
+    for parameter in model.parameters():  # not model.to(dtype): rotary frequencies stay fp32, as in a loaded model
+        parameter.data = parameter.data.to(dtype)
+    return model.eval()
