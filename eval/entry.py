@@ -84,3 +84,6 @@ def check_config(cfg: DictConfig) -> None:
         raise UserError("experiment: the file in conf/experiment lacks its first line `# @package _global_`")
     if unknown:
         raise UserError(f"{', '.join(unknown)}: unknown top-level key; the keys are {', '.join(sorted(allowed))}")
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise UserError(f"{missing[0]}: has no value; give it, for example {missing[0]}=<id, folder or file>")
