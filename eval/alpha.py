@@ -234,10 +234,19 @@ def held_out_rows(data: DictConfig, target: Target) -> Rows:
 
 
 def evaluate_pair(
-    pair: Pair, alpha: Mapping[str, Any], *, seed: int, output_root: str | Path, overwrite: bool = False
+    pair: Pair,
+    alpha: Mapping[str, Any],
+    *,
+    rows: Rows | None = None,
+    seed: int,
+    output_root: str | Path,
+    overwrite: bool = False,
 ) -> dict[str, Metric]:
-    """Judge a pair by the keys of conf/alpha on its held-out rows; print a table, merge into results.json."""
-    rows = held_out_rows(pair.config.data, pair.target)
+    """Judge a pair by the keys of conf/alpha; print a table, merge into results.json.
+
+    rows: default those of the pair's own data, held-out split.
+    """
+    rows = held_out_rows(pair.config.data, pair.target) if rows is None else rows
     metrics = evaluate_alpha(
         pair.target,
         pair.draft,

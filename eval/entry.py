@@ -4,6 +4,7 @@ A mistake (UserError, or an override that does not compose) ends with exit code 
 ours keeps its traceback and exit code 1.
 """
 
+import ctypes
 import functools
 import os
 import sys
@@ -36,6 +37,7 @@ def entry(config_name: str) -> Callable[[Callable[[DictConfig], object]], Callab
         @functools.wraps(main)
         def run() -> None:
             transformers.logging.disable_progress_bar()  # each load and save would draw one
+            keep_freed_memory()
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what went wrong instead of ending the process
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(checked)()
@@ -47,6 +49,17 @@ def entry(config_name: str) -> Callable[[Callable[[DictConfig], object]], Callab
         return run
 
     return decorate
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse large freed blocks instead of giving them back: batches of one size then cost no page faults.
+
+    Caching the 135M target spent an eighth of its CPU time in the kernel otherwise (97,000 page faults a second).
+    """
+    if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def fail(message: str, code: int = 2) -> None:

@@ -29,7 +29,7 @@ class StepCallback(Callback):
             self.on_step(trainer, module)
 
     def on_step(self, trainer: Trainer, module: Distiller) -> None:
-        raise NotImplementedError
+        """What a subclass does after optimiser step `trainer.global_step`."""
 
 
 class Metrics(StepCallback):

@@ -24,11 +24,10 @@ from transformers import PreTrainedModel
 from data.datamodule import PackedDataModule
 from data.rows import Rows, load_rows
 from data.signals import SignalSpec
-from eval.alpha import evaluate_alpha
+from eval.alpha import evaluate_pair
 from eval.entry import entry
-from eval.report import print_metrics
-from eval.results import Metric, git_sha, make_header, merge_results, run_info
-from eval.run import draft_fingerprint
+from eval.results import Metric, git_sha, run_info
+from eval.run import Pair, cast_weights
 from models.drafts import load_draft, max_positions
 from models.errors import UserError
 from models.target import Target, resolve_device
@@ -185,28 +184,10 @@ def fit(
 
 def judge(cfg: DictConfig, folder: RunFolder, target: Target, rows: Rows) -> dict[str, Metric]:
     """Expected acceptance of the draft as saved, merged into outputs/<run>/results.json."""
-    draft = load_draft(folder.path).to(device=target.device, dtype=target.dtype)
-    metrics = evaluate_alpha(
-        target,
-        draft,
-        rows,
-        temperatures=list(cfg.alpha.temperatures),
-        max_tokens=cfg.alpha.max_tokens,
-        position_buckets=list(cfg.alpha.position_buckets),
-        seed=cfg.seed,
-    )
-    header = make_header(
-        device=target.device,
-        dtype=target.dtype,
-        target={"name": target.name, **target.fingerprint()},
-        draft={"name": folder.name, **draft_fingerprint(draft)},
-        data={"held_out": rows.fingerprint()},
-    )
+    draft = cast_weights(load_draft(folder.path), target.dtype).to(target.device).eval()
+    pair = Pair(target, draft, name=folder.name, draft_name=folder.name, config=cfg, run=None)
     # figures of a former draft of this name are stale now
-    path = merge_results(Path(cfg.output_root) / folder.name / "results.json", header, metrics, overwrite=True)
-    print_metrics(f"Expected acceptance of {folder.name} for {target.name}", metrics)
-    print(path)
-    return metrics
+    return evaluate_pair(pair, cfg.alpha, rows=rows, seed=cfg.seed, output_root=cfg.output_root, overwrite=True)
 
 
 def rows_of(cfg: DictConfig, target: Target, split: str) -> Rows:
