@@ -5,6 +5,7 @@ ours keeps its traceback and exit code 1.
 """
 
 import ctypes
+import errno
 import functools
 import os
 import sys
@@ -17,8 +18,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from eval.settings import check_settings
 from models.errors import UserError
 
+# a folder that cannot be written, or a file where a folder should be
+PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
 CONF_DIR = Path(__file__).parents[1] / "conf"
 
 
@@ -31,7 +35,9 @@ def entry(config_name: str) -> Callable[[Callable[[DictConfig], object]], Callab
             try:  # here, because Hydra would print a line of its own about whatever leaves the job
                 check_config(cfg)
                 return main(cfg)
-            except (UserError, HydraException, OmegaConfBaseException) as error:
+            except Exception as error:
+                if not is_mistake(error):
+                    raise
                 fail(explain(error))
 
         @functools.wraps(main)
@@ -41,7 +47,9 @@ def entry(config_name: str) -> Callable[[Callable[[DictConfig], object]], Callab
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what went wrong instead of ending the process
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(checked)()
-            except (UserError, HydraException, OmegaConfBaseException) as error:
+            except Exception as error:
+                if not is_mistake(error):
+                    raise
                 fail(explain(error))
             except KeyboardInterrupt:
                 fail("interrupted", code=130)
@@ -62,6 +70,12 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
+def is_mistake(error: Exception) -> bool:
+    """Whether the user can mend it, so that a line says more than a traceback."""
+    is_path_error = isinstance(error, OSError) and error.errno in PATH_ERRORS
+    return is_path_error or isinstance(error, (UserError, HydraException, OmegaConfBaseException))
+
+
 def fail(message: str, code: int = 2) -> None:
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
@@ -75,6 +89,11 @@ def explain(error: BaseException) -> str:
             return " ".join(str(cause).split())
         cause = cause.__cause__
     text = " ".join(str(error).split())
+    if isinstance(error, OSError):
+        return (
+            f"{error.filename or 'a file'}: cannot be written ({error.strerror}); make room there, or choose another "
+            "output_root, checkpoint_root or cache_root"
+        )
     if "Could not override 'experiment'" in text or "In 'experiment'" in text:
         text = "experiment: write it with a plus, for example +experiment=quickstart"
     elif "Could not find 'experiment/" in text:
@@ -100,3 +119,4 @@ def check_config(cfg: DictConfig) -> None:
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise UserError(f"{missing[0]}: has no value; give it, for example {missing[0]}=<id, folder or file>")
+    check_settings(cfg)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,8 @@ MISTAKES = {
     "no such device": ([*SMOKE, "device=cuda"], "no CUDA device"),
     "unknown loss": ([*SMOKE, "loss.name=kl_div"], "kl_div"),
     "wrong type": ([*SMOKE, "optim.lr=fast"], "optim.lr"),
+    "unknown strategy": ([*SMOKE, "trainer.strategy=foo"], "trainer.strategy=foo"),
+    "wrong type without a class": ([*SMOKE, "data.held_out_fraction=x"], "data.held_out_fraction=x"),
     "negative": ([*SMOKE, "trainer.max_epochs=-1"], "max_epochs"),
 }
 
@@ -111,10 +114,19 @@ def test_empty_data_is_named(tmp_path):
     assert result.returncode == 2 and "empty.jsonl" in result.stderr, result.stderr
 
 
-def run_entry(module: str, *overrides: str, root: Path) -> subprocess.CompletedProcess:
+@pytest.mark.parametrize("key", ["output", "cache", "checkpoint"])
+def test_a_file_where_a_folder_should_be(key, tmp_path):
+    (tmp_path / "file").write_text("")
+    overrides = ["trainer.max_steps=1", f"{key}_root={tmp_path / 'file'}"]
+    result = run_entry("train.distill", *SMOKE, root=tmp_path, last=overrides)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert f"error: {tmp_path / 'file'}" in result.stderr
+
+
+def run_entry(module: str, *overrides: str, root: Path, last: Sequence[str] = ()) -> subprocess.CompletedProcess:
     roots = [f"{key}_root={root / name}" for key, name in
              {"checkpoint": "checkpoints", "output": "outputs", "cache": "cache"}.items()]  # fmt: skip
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", module, *overrides, *roots], cwd=ROOT, env=env, capture_output=True, text=True
+        [sys.executable, "-m", module, *overrides, *roots, *last], cwd=ROOT, env=env, capture_output=True, text=True
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import StrategyRegistry
 
 from models.errors import UserError
 from models.target import has_fast_bf16
@@ -50,6 +51,9 @@ class TrainerSpec:
             raise UserError(f"trainer.checkpoint_every_minutes={minutes}: must be above 0, or null for never")
         if self.precision not in ("auto", *PRECISIONS):
             raise UserError(f"trainer.precision={self.precision}: unknown; use auto, {' or '.join(PRECISIONS)}")
+        strategies = ("auto", *StrategyRegistry.available_strategies())
+        if self.strategy not in strategies:
+            raise UserError(f"trainer.strategy={self.strategy}: unknown; use one of {', '.join(strategies)}")
         if self.devices != "auto" and (not isinstance(self.devices, int) or self.devices < 1):
             raise UserError(f"trainer.devices={self.devices}: must be auto or a number of processes")
 
