@@ -69,8 +69,18 @@ def prompt_seed(prompt: Prompt, seed: int) -> int:
     return zlib.crc32(f"{prompt.set_name}/{prompt.prompt_id}/{seed}".encode())
 
 
-def method_name(draft_len: int, draft_sampling: str, temperature: float) -> str:
-    return f"chain_k{draft_len}" + ("_greedy_draft" if draft_sampling == "greedy" and temperature > 0 else "")
+def method_name(
+    draft_len: int, draft_sampling: str, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> str:
+    """chain_k4, chain_k4_greedy_draft, chain_k4_top_p0.9: what changes the figures of a set and temperature. Filtered
+    figures never take the place of unfiltered ones; greedy decoding is the same under every filter."""
+    name = f"chain_k{draft_len}"
+    if temperature == 0:
+        return name
+    name += "_greedy_draft" if draft_sampling == "greedy" else ""
+    name += f"_top_k{top_k}" if top_k else ""
+    name += f"_top_p{top_p:g}" if top_p < 1 else ""
+    return name + (f"_min_p{min_p:g}" if min_p else "")
 
 
 def decode_trials(
@@ -116,7 +126,7 @@ def decode_trials(
                     bar.advance(1)
                 for kind in kinds[temperature]:
                     trial = Trial(prompt.set_name, prompt.prompt_id, results[None], results[kind])
-                    trials[temperature, method_name(draft_len, kind, temperature)].append(trial)
+                    trials[temperature, method_name(draft_len, kind, temperature, **filters)].append(trial)
     return dict(trials)
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from eval.decode import decode_pair, first_difference, prompt_seed
+from eval.decode import decode_pair, first_difference, method_name, prompt_seed
 from eval.loop import DecodeResult, Round, speculative_decode
 from eval.measures import Trial, accepted_histogram, decode_metrics, repeated_4gram_share
 from eval.prompts import Prompt, load_prompts, prompt_ids
@@ -145,3 +145,12 @@ def test_bad_settings_are_named(tiny_target, tmp_path, change, named):
     pair = Pair(tiny_target, tiny_target.model, "pair", "same", None, None)
     with pytest.raises(UserError, match=named):
         decode_pair(pair, DECODE | change, output_root=tmp_path)
+
+
+def test_filtered_figures_have_keys_of_their_own():
+    assert method_name(4, "probabilistic", 1.0) == "chain_k4"
+    assert method_name(4, "greedy", 1.0, top_k=0, top_p=1.0, min_p=0.0) == "chain_k4_greedy_draft"
+    assert (
+        method_name(4, "probabilistic", 1.0, top_k=20, top_p=0.9, min_p=0.05) == "chain_k4_top_k20_top_p0.9_min_p0.05"
+    )
+    assert method_name(4, "greedy", 0.0, top_p=0.9) == "chain_k4"  # filters keep the largest logit
