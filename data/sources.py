@@ -89,6 +89,11 @@ def check_source(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in DATASET_KEYS:
         if "path" in given and key in given:
             raise UserError(f"{where}.{key}={given[key]}: only for a source with `dataset`; this one has `path`")
+    for key in ("path", "dataset", "name", "split", "revision", "text_key"):
+        if full[key] is not None and (not isinstance(full[key], str) or not full[key]):
+            raise UserError(f"{where}.{key}={full[key]!r}: must be a text")
+    if not isinstance(full["streaming"], bool):
+        raise UserError(f"{where}.streaming={full['streaming']}: must be true or false")
     for key, allowed in (("kind", ("text", "chat", "auto")), ("use", ("all", "train", "held_out"))):
         if full[key] not in allowed:
             raise UserError(f"{where}.{key}={full[key]}: use one of {', '.join(allowed)}")

@@ -194,6 +194,8 @@ def _read(path: Path, *, overwrite: bool) -> dict[str, Any]:
         results = json.loads(path.read_text())
         if not (isinstance(results, dict) and {*HEADER_KEYS, "metrics"} <= results.keys()):
             raise ValueError
+        if not all(isinstance(results[key], dict) for key in ("target", "draft", "data", "metrics")):
+            raise ValueError
     except ValueError:
         if overwrite:
             return {}

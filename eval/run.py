@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 import xxhash
+import yaml
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel
 
 from models.drafts import load_draft
 from models.errors import UserError
 from models.hub import hub_reachable
-from models.target import Target
+from models.target import Target, plain_vocabulary
 
 # What the draft was trained on: taken from the run, not from the defaults.
 OF_THE_RUN = ("target", "data", "dtype")
@@ -96,28 +98,30 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 def check_vocabulary(target: Target, draft: PreTrainedModel, source: str | Path) -> None:
     """Raises UserError unless an id means the same token to both models (added special tokens aside)."""
+    offline = not (Path(source).is_dir() or hub_reachable())
     try:
-        offline = not (Path(source).is_dir() or hub_reachable())
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=offline)
-    except (OSError, ValueError):  # weights without a tokenizer: only the sizes can be compared
-        if draft.config.get_text_config().vocab_size < target.vocab_size:
+    except Exception as error:  # besides OSError and ValueError the tokenizers library raises plain ones
+        if (Path(source) / "tokenizer.json").is_file():
+            told = str(error).strip().splitlines()[0][:200]
+            raise UserError(f"draft {source}: its tokenizer.json cannot be read ({told}); write it again") from None
+        tokenizer = None
+    theirs = {} if tokenizer is None else plain_vocabulary(tokenizer)
+    if not theirs:  # weights without a tokenizer: only the sizes can be compared
+        width = draft.get_input_embeddings().weight.shape[0]
+        if width < target.vocab_size:
             raise UserError(
-                f"draft {source}: a vocabulary of {draft.config.get_text_config().vocab_size} ids and no tokenizer, "
-                f"the target has {target.vocab_size}; give a draft with the target's tokenizer"
-            ) from None
+                f"draft {source}: a vocabulary of {width} ids and no tokenizer, the target has {target.vocab_size}; "
+                "give a draft with the target's tokenizer"
+            )
         return
-    ours, theirs = _plain_vocabulary(target.tokenizer), _plain_vocabulary(tokenizer)
+    ours = plain_vocabulary(target.tokenizer)
     differing = sum(ours[i] != theirs[i] for i in ours.keys() & theirs.keys())
     if differing or not ours.keys() & theirs.keys():
         raise UserError(
             f"draft {source}: its vocabulary ({len(theirs)} ids) differs from the target's ({len(ours)} ids), "
             f"{differing} ids are other tokens; a draft needs the target's tokenizer"
         )
-
-
-def _plain_vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    added = tokenizer.added_tokens_decoder
-    return {i: token for token, i in tokenizer.get_vocab().items() if i not in added}
 
 
 def draft_fingerprint(draft: nn.Module) -> dict[str, str]:
@@ -154,13 +158,28 @@ def find_run(run: str | Path | None, checkpoint_root: str | Path) -> Path:
 def load_run(folder: str | Path) -> Run:
     """Read a run's config and run.json. Raises UserError when one is missing or broken."""
     folder = Path(folder)
+    config = read_config(folder)
     try:
         info = json.loads((folder / "run.json").read_text())
-        config = OmegaConf.load(folder / "resolved_config.yaml")
+        if not isinstance(info, dict):
+            raise ValueError("run.json holds no mapping")
     except (OSError, ValueError) as error:
-        raise UserError(f"run={folder}: cannot read it ({error}); train it again") from None
-    assert isinstance(config, DictConfig)
+        raise UserError(f"run={folder}: cannot read it ({error}); train it again with overwrite=true") from None
     return Run(folder, config, info)
+
+
+def read_config(folder: Path) -> DictConfig:
+    """The `resolved_config.yaml` of a run's folder. Raises UserError when it is missing or broken."""
+    try:
+        config = OmegaConf.load(folder / "resolved_config.yaml")
+        if not isinstance(config, DictConfig) or not config:
+            raise ValueError("it holds no mapping")
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        told = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"run={folder}: cannot read its resolved_config.yaml ({told}); train it again with overwrite=true"
+        ) from None
+    return config
 
 
 def run_config(cfg: DictConfig, run_dir: str | Path, overrides: Sequence[str]) -> DictConfig:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlparse
 
+from safetensors import SafetensorError
+
 from models.errors import UserError
 
 EMBEDDED = "target=smollm2_135m"  # the target that needs no network, named in every offline message
@@ -33,10 +35,11 @@ def hub_errors(key: str, source: str):
     """Turn what transformers and the hub's client raise for a source that cannot be had into one UserError."""
     try:
         yield
-    except (OSError, ValueError) as error:  # the hub client's errors are OSErrors, broken configs ValueErrors
+    # the hub client's errors are OSErrors, broken configs ValueErrors
+    except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, UserError):
             raise
-        first_line = str(error).strip().splitlines()[0][:200]
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         if Path(source).exists():
             raise UserError(f"{key}={source}: not a model folder that transformers can load: {first_line}") from error
         if not hub_reachable():

@@ -209,6 +209,8 @@ def load_target(
             "local_files_only": not (Path(path).is_dir() or hub_reachable()),
         }
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        if not plain_vocabulary(tokenizer):  # transformers makes an empty one where the files are missing
+            raise UserError(f"target.source={source}: no tokenizer there; put the model's tokenizer files beside it")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, device_map=device_map, **options)
     if device_map is None:
         model = model.to(torch_device)
@@ -275,6 +277,12 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     special = json.dumps({k: str(v) for k, v in tokenizer.special_tokens_map.items()}, sort_keys=True)
     return hashlib.sha256((content + special).encode()).hexdigest()[:16]
+
+
+def plain_vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Id -> token, added tokens aside."""
+    added = tokenizer.added_tokens_decoder
+    return {i: token for token, i in tokenizer.get_vocab().items() if i not in added}
 
 
 def _package_gguf(package: str) -> Path:

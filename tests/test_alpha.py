@@ -10,8 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from data.rows import Rows
 from eval.alpha import evaluate_alpha, expected_alpha, token_alpha, token_kl_and_entropy
 from eval.run import check_vocabulary
+from models.drafts import load_draft
 from models.errors import UserError
-from models.target import Target
+from models.target import Target, load_target
 from models.tiny import byte_tokenizer, random_model
 
 
@@ -178,3 +179,14 @@ def test_another_vocabulary_is_refused(tiny_target, tmp_path):
         check_vocabulary(tiny_target, tiny_draft(), tmp_path / "same")
     with pytest.raises(UserError, match="no tokenizer"):
         check_vocabulary(tiny_target, tiny_draft(vocab=100), tmp_path)
+    check_vocabulary(tiny_target, tiny_draft(vocab=300), tmp_path)  # no tokenizer, but wide enough
+    (tmp_path / "same" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
+        check_vocabulary(tiny_target, tiny_draft(), tmp_path / "same")
+    tiny_draft(vocab=300).save_pretrained(tmp_path / "bare")  # transformers makes an empty tokenizer for such a folder
+    check_vocabulary(tiny_target, tiny_draft(vocab=300), tmp_path / "bare")
+    with pytest.raises(UserError, match="no tokenizer there"):
+        load_target(str(tmp_path / "bare"), dtype="fp32", device="cpu")
+    (tmp_path / "bare" / "model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(UserError, match=r"draft\.id=.*not a model folder"):
+        load_draft(tmp_path / "bare")

@@ -164,9 +164,15 @@ def test_find_run_by_age_name_and_path(tmp_path):
 def test_load_run_says_what_is_broken(tmp_path):
     folder = make_run(tmp_path, "a")
     assert load_run(folder).config.data.seed == 5 and load_run(folder).name == "a"
-    (folder / "run.json").write_text("{")
-    with pytest.raises(UserError, match="run="):
-        load_run(folder)
+    for broken in ("{", "[]", ""):
+        (folder / "run.json").write_text(broken)
+        with pytest.raises(UserError, match="run="):
+            load_run(folder)
+    (folder / "run.json").write_text("{}")
+    for broken in ("{: [", "- a", ""):
+        (folder / "resolved_config.yaml").write_text(broken)
+        with pytest.raises(UserError, match=r"resolved_config\.yaml.*overwrite=true"):
+            load_run(folder)
 
 
 def test_run_config_takes_the_runs_target_and_data_but_the_command_line_wins(tmp_path):
