@@ -194,6 +194,27 @@ def test_a_longer_run_stretches_the_schedule(tmp_path: Path, cache_root: Path) -
     assert columns["train/loss"][:, 0].tolist() == list(range(1, 9))
 
 
+def test_a_run_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path, "a"), RunFolder(tmp_path, "a")
+    first.begin({}, overwrite=False)
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"run=a: another process is training it"):
+            second.begin({}, overwrite=overwrite)
+    assert (tmp_path / "a" / "resolved_config.yaml").is_file()
+    first.release()
+    second.begin({}, overwrite=True)
+    second.release()
+
+
+def test_a_state_of_another_draft_or_of_nothing(tmp_path: Path, cache_root: Path) -> None:
+    state = run(tmp_path, cache_root, "trainer.max_steps=2") / "state" / "last.ckpt"
+    with pytest.raises(UserError, match=r"resume: the checkpoint holds another draft .*no such weight"):
+        run(tmp_path, cache_root, "trainer.max_steps=4", "draft.n_layer=3", f"resume={state}", name="b")
+    torch.save({"a": 1}, tmp_path / "other.ckpt")
+    with pytest.raises(UserError, match="is no state of a run"):
+        run(tmp_path, cache_root, f"resume={tmp_path / 'other.ckpt'}", name="c")
+
+
 def test_resume_values(tmp_path: Path, cache_root: Path) -> None:
     folder = run(tmp_path, cache_root, "trainer.max_steps=4")
     with pytest.raises(UserError, match=r"resume=never.*overwrite=true"):

@@ -115,6 +115,7 @@ def distill(cfg: DictConfig) -> Path:
             say(f"run {folder.name}: saved to {folder.path}")
     finally:
         finish_loggers()
+        folder.release()
     return folder.path
 
 

@@ -129,6 +129,19 @@ class Distiller(LightningModule):
         if self.target is not None and not spread and self.target.device != device:
             self.target.to(device)
 
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """Raises UserError when the checkpoint holds a draft of another shape."""
+        shapes = [
+            {k: tuple(v.shape) for k, v in state.items()} for state in (checkpoint["state_dict"], self.state_dict())
+        ]
+        differing = sorted(k for k in shapes[0].keys() | shapes[1].keys() if shapes[0].get(k) != shapes[1].get(k))
+        if differing:
+            before, now = (shape.get(differing[0], "no such weight") for shape in shapes)
+            raise UserError(
+                f"resume: the checkpoint holds another draft ({differing[0]} is {before} there and {now} in this one); "
+                "set the draft's keys back, or start afresh with another run=NAME"
+            )
+
     def distill(self, batch: Batch) -> DistillLoss:
         """Loss sums of one packed batch."""
         hidden = packed_hidden(self.draft, batch["input_ids"], batch["position_ids"], batch["row_offsets"])  # (N, Dd)

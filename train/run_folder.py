@@ -6,13 +6,14 @@ state/last.ckpt, state/run_id                      what a continuation needs
 run.json                                           written last: a folder with it is finished
 """
 
+import fcntl
 import json
 import re
 import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
@@ -20,6 +21,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.results import write_atomic
+from eval.run import read_config
 from models.errors import UserError
 
 # Keys that do not change what is learned: a continuation may set them anew.
@@ -50,6 +52,7 @@ class RunFolder:
             raise UserError(f"run={name}: use letters, digits and . _ = + , - only (it names a folder)")
         self.name, self.path = name, Path(root) / name
         self.checkpoint = self.path / "state" / "last.ckpt"
+        self._lock: TextIO | None = None
 
     def check(self, config: dict[str, Any], *, resume: str, overwrite: bool) -> Start:
         """Decide how to begin. Touches nothing.
@@ -63,7 +66,7 @@ class RunFolder:
         held = self.path / "resolved_config.yaml"
         if overwrite or not held.is_file():
             return Start() if explicit is None else Start(explicit, saved_step(explicit))
-        before = OmegaConf.to_container(OmegaConf.load(held), resolve=True)
+        before = OmegaConf.to_container(read_config(self.path), resolve=True)
         differing = [(key, old, new) for key, old, new in differences(before, config) if not FREE.match(key)]
         blocking = [item for item in differing if item[0] not in LENGTH]
         if blocking:
@@ -83,7 +86,20 @@ class RunFolder:
 
     @rank_zero_only
     def begin(self, config: dict[str, Any], *, overwrite: bool) -> None:
-        """Write the resolved config; with overwrite, drop a former run first."""
+        """Write the resolved config; with overwrite, drop a former run first.
+
+        The run is this process's until `release` (or its death). Raises UserError while another one trains it.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path.parent / f".{self.name}.lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise UserError(
+                f"run={self.name}: another process is training it in {self.path}; wait for it, or choose another "
+                f"run=NAME"
+            ) from None
         if overwrite and (self.path / "resolved_config.yaml").is_file():
             shutil.rmtree(self.path)
         (self.path / "state").mkdir(parents=True, exist_ok=True)
@@ -91,6 +107,12 @@ class RunFolder:
         write_atomic(self.path / "resolved_config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
         if not (self.path / "state" / "run_id").is_file():
             write_atomic(self.path / "state" / "run_id", uuid.uuid4().hex[:8])
+
+    def release(self) -> None:
+        """Let another process have the run."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     @property
     def run_id(self) -> str:
@@ -115,7 +137,10 @@ class RunFolder:
 
 def saved_step(checkpoint: Path) -> int:
     """Optimiser steps behind a checkpoint. Raises UserError when it cannot be read."""
-    return int(read_checkpoint(checkpoint)["global_step"])
+    content = read_checkpoint(checkpoint)
+    if not isinstance(content, dict) or not {"global_step", "state_dict", "loops"} <= content.keys():
+        raise UserError(f"resume: {checkpoint} is no state of a run; overwrite=true starts the run afresh")
+    return int(content["global_step"])
 
 
 def read_checkpoint(checkpoint: Path) -> dict[str, Any]:
