@@ -18,6 +18,7 @@ from pathlib import Path
 import lightning
 import numpy as np
 import torch
+from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader
@@ -255,6 +256,7 @@ def main(cfg: DictConfig) -> None:
     """Cache the rows of both splits, as train.distill would."""
     if cfg.cache.mode != "disk":
         raise UserError(f"cache.mode={cfg.cache.mode}: there is nothing to cache; use cache=topk or cache=hidden")
+    instantiate(cfg.trainer, _convert_="all")  # checks its keys
     target = load_target(
         cfg.target.source,
         name=cfg.target.get("name"),
@@ -265,19 +267,22 @@ def main(cfg: DictConfig) -> None:
     )
     sources = OmegaConf.to_container(cfg.data.sources, resolve=True)
     spec = SignalSpec(cfg.cache.signal, cfg.cache.top_k, target.tap_ids)
-    for split, cap in (("train", cfg.data.max_train_tokens), ("held_out", cfg.data.max_held_out_tokens)):
-        rows = load_rows(
+    rows = {  # of both splits before the first forward: an empty one is told at once
+        split: load_rows(
             sources,
             target.tokenizer,
             split=split,
             max_length=cfg.data.max_length,
             held_out_fraction=cfg.data.held_out_fraction,
             seed=cfg.data.seed,
-            max_tokens=cap,
+            max_tokens=cfg.data[f"max_{split}_tokens"],
         )
+        for split in ("train", "held_out")
+    }
+    for split, split_rows in rows.items():
         build_cache(
             target,
-            rows,
+            split_rows,
             spec,
             cache_root=cfg.cache_root,
             name=f"{cfg.cache.name or target.name}-{split}",
