@@ -22,11 +22,11 @@ setup: .venv/.ready ## .venv with the tested versions (quick when it is there)
 quickstart: setup ## the main job on the embedded target: cache, train, alpha, decode, report
 	$(PY) -m train.quickstart +experiment=quickstart $(ARGS)
 
-test: setup ## fast tests, then those on the real embedded target
-	$(PY) -m pytest -q -m "not long and not gpu" $(ARGS)
+test: test-fast ## fast tests, then those on the real embedded target
+	$(PY) -m pytest -q -m "slow and not long and not gpu" $(ARGS)
 
 test-fast: setup ## only the tests on tiny random models
-	$(PY) -m pytest -q -m "not slow and not long and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m "not slow and not long and not gpu" $(ARGS)
 
 test-long: setup ## the long exactness runs
 	$(PY) -m pytest -q -m long $(ARGS)

@@ -71,6 +71,12 @@ class SignalSpec:
         return columns
 
 
+def split_specs(spec: SignalSpec) -> dict[str, SignalSpec]:
+    """Columns of each split's cache. The held-out one always keeps the whole distribution: from a top-k signal alpha is
+    only known up to its tail, and `val/alpha` must be no bound."""
+    return {"train": spec, "held_out": SignalSpec("hidden", tap_ids=spec.tap_ids)}
+
+
 @torch.no_grad()
 def target_columns(
     target: Target,

@@ -249,12 +249,18 @@ def print_decode_table(
 
 
 def _print_differences(differences: Sequence[Difference], num_prompts: int) -> None:
-    for d in differences:
-        kind = "FAILURE: greedy texts differ" if d.is_failure else "near tie"
-        print(f"{kind}: {d.prompt}, token {d.index}, top-2 gap of the target {d.gap:.3f}")
-    failures = sum(d.is_failure for d in differences)
+    near_ties = [d for d in differences if not d.is_failure]
+    if near_ties:
+        widest = max(near_ties, key=lambda d: d.gap)
+        print(
+            f"greedy texts: {len(near_ties)} of {num_prompts} prompts part from plain decoding at a near tie; "
+            f"the widest top-2 gap of the target is {widest.gap:.3f}, {widest.prompt} token {widest.index}"
+        )
+    failures = [d for d in differences if d.is_failure]
+    for d in failures:
+        print(f"FAILURE: greedy texts differ: {d.prompt}, token {d.index}, top-2 gap of the target {d.gap:.3f}")
     if failures:
-        print(f"!!! {failures} of {num_prompts} prompts: greedy text is NOT the target's; this is a defect !!!")
+        print(f"!!! {len(failures)} of {num_prompts} prompts: greedy text is NOT the target's; this is a defect !!!")
 
 
 def _counts(

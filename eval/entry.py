@@ -89,7 +89,7 @@ def explain(error: BaseException) -> str:
             return " ".join(str(cause).split())
         cause = cause.__cause__
     text = " ".join(str(error).split())
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # a missing config file is both
         return (
             f"{error.filename or 'a file'}: cannot be written ({error.strerror}); make room there, or choose another "
             "output_root, checkpoint_root or cache_root"

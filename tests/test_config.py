@@ -1,6 +1,5 @@
 """Every experiment composes with every entry point; mistakes get one line and exit code 2."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import train.distill
 from eval.entry import CONF_DIR, check_config, explain
 from models.errors import UserError
 
@@ -57,10 +57,12 @@ def test_every_experiment_has_its_lab_note(experiment):
 
 
 def test_an_experiment_without_the_package_line_is_refused():
-    cfg = OmegaConf.merge(compose_config("distill"), {"experiment": {"optim": {"lr": 3}}})
+    composed = compose_config("distill")
+    OmegaConf.set_struct(composed, False)
+    cfg = OmegaConf.merge(composed, {"experiment": {"optim": {"lr": 3}}})
     with pytest.raises(UserError, match="# @package _global_"):
         check_config(cfg)
-    cfg = OmegaConf.merge(compose_config("distill"), {"optimiser": {"lr": 3}})
+    cfg = OmegaConf.merge(composed, {"optimiser": {"lr": 3}})
     with pytest.raises(UserError, match="optimiser: unknown top-level key"):
         check_config(cfg)
 
@@ -96,37 +98,54 @@ MISTAKES = {
 }
 
 
+@pytest.fixture
+def distill(tmp_path, monkeypatch, capsys):
+    """`train.distill` in this process: exit code and what it wrote to stderr."""
+
+    def run(*overrides: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["distill", *in_folder(overrides, tmp_path)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            train.distill.main()
+        return stopped.value.code, capsys.readouterr().err
+
+    return run
+
+
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_gets_one_line_and_exit_code_2(case, tmp_path):
+def test_a_mistake_gets_one_line_and_exit_code_2(case, distill, tmp_path):
     overrides, message = MISTAKES[case]
-    result = run_entry("train.distill", *overrides, root=tmp_path)
-    assert result.returncode == 2, result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and message in lines[0], result.stderr
-    assert "Traceback" not in result.stderr
+    code, err = distill(*overrides)
+    assert code == 2, err
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and message in lines[0], err
+    assert "Traceback" not in err
     assert not list(tmp_path.glob("checkpoints/*/*.safetensors"))
 
 
-def test_empty_data_is_named(tmp_path):
+def test_empty_data_is_named(distill, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
-    result = run_entry("train.distill", *SMOKE, f"data.sources=[{{path: {empty}, kind: text}}]", root=tmp_path)
-    assert result.returncode == 2 and "empty.jsonl" in result.stderr, result.stderr
+    code, err = distill(*SMOKE, f"data.sources=[{{path: {empty}, kind: text}}]")
+    assert code == 2 and "empty.jsonl" in err, err
 
 
 @pytest.mark.parametrize("key", ["output", "cache", "checkpoint"])
-def test_a_file_where_a_folder_should_be(key, tmp_path):
+def test_a_file_where_a_folder_should_be(key, distill, tmp_path):
     (tmp_path / "file").write_text("")
-    overrides = ["trainer.max_steps=1", f"{key}_root={tmp_path / 'file'}"]
-    result = run_entry("train.distill", *SMOKE, root=tmp_path, last=overrides)
-    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
-    assert f"error: {tmp_path / 'file'}" in result.stderr
+    code, err = distill(*SMOKE, "trainer.max_steps=1", f"{key}_root={tmp_path / 'file'}")
+    assert code == 2 and "Traceback" not in err, err
+    assert f"error: {tmp_path / 'file'}" in err
 
 
-def run_entry(module: str, *overrides: str, root: Path, last: Sequence[str] = ()) -> subprocess.CompletedProcess:
-    roots = [f"{key}_root={root / name}" for key, name in
-             {"checkpoint": "checkpoints", "output": "outputs", "cache": "cache"}.items()]  # fmt: skip
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", module, *overrides, *roots, *last], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+def test_the_process_ends_with_the_line_alone(tmp_path):
+    command = [sys.executable, "-m", "train.distill", *in_folder(["optim.lrr=1"], tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and not result.stdout
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+
+
+def in_folder(overrides: Sequence[str], folder: Path) -> list[str]:
+    """All that a job writes goes below `folder`, unless an override says otherwise."""
+    roots = {"checkpoint_root": "checkpoints", "output_root": "outputs", "cache_root": "cache"}
+    return [*(f"{key}={folder / name}" for key, name in roots.items()), *overrides]

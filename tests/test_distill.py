@@ -228,6 +228,21 @@ def test_resume_values(tmp_path: Path, cache_root: Path) -> None:
         run(tmp_path, cache_root, "trainer.max_steps=4")
 
 
+def test_val_alpha_is_the_alpha_of_the_whole_distribution(tmp_path: Path, cache_root: Path) -> None:
+    """Trained from the top 4 of 259 ids, whose tail would hide most of the overlap, validation still says the truth."""
+    folder = run(
+        tmp_path,
+        cache_root,
+        "cache.top_k=4",
+        "trainer.max_steps=3",
+        "trainer.val_every_steps=3",
+        "alpha.max_tokens=null",
+    )
+    metrics = json.loads((folder / "run.json").read_text())["metrics"]
+    assert metrics["val/alpha"] == pytest.approx(metrics["alpha_expected/held_out/T1"], abs=1e-4)
+    assert metrics["val/kl"] == pytest.approx(metrics["kl/held_out"], abs=1e-3)
+
+
 def test_online_training_equals_cached(tmp_path: Path, cache_root: Path) -> None:
     for signal_name in ("topk", "hidden"):
         more = (f"cache.signal={signal_name}", "trainer.max_steps=3")
@@ -256,7 +271,7 @@ def test_a_sweep_has_a_folder_each_and_refuses_several_processes(tmp_path: Path,
     process = start(tmp_path, cache_root, *sweep, flags=("-m",))
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
     assert folders == ["a-optim.lr=0.0001", "a-optim.lr=0.001"]
     ids = {(tmp_path / "checkpoints" / name / "state" / "run_id").read_text() for name in folders}
     offline = [path.name for path in tmp_path.glob("outputs/*/wandb/offline-run-*")]
@@ -389,7 +404,7 @@ def test_every_loss_and_signal_goes_down(name: str, kind: str, tiny_target: Targ
     )  # fmt: skip
     optimizer, losses = adamw(module.draft, module.optim), []
     for _ in range(15):
-        out = module.distill(batch)
+        out = module.distill(batch, module.specs["train"])
         losses.append(out.loss_sum.item() / out.num_tokens)
         out.loss_sum.div(out.num_tokens).backward()
         optimizer.step()

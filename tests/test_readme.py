@@ -39,6 +39,8 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     elif words[0] == "python":
         words[0] = sys.executable
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS", "RUN"):  # of the make that may have started the tests
+        env.pop(name, None)
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
 
 

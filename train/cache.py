@@ -28,10 +28,10 @@ from data.cache_plan import CachePlan, cut_shards, human
 from data.cache_writer import CacheBatch, CacheWriter, remove_stale_files
 from data.progress import ProgressBar
 from data.rows import Rows, load_rows
-from data.signals import SignalSpec, length_groups, target_columns
+from data.signals import SignalSpec, length_groups, split_specs, target_columns
 from eval.entry import entry
 from models.errors import UserError
-from models.target import Target, load_target
+from models.target import Target
 
 
 @dataclass(frozen=True)
@@ -251,39 +251,32 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-@entry("cache")
-def main(cfg: DictConfig) -> None:
-    """Cache the rows of both splits, as train.distill would."""
-    if cfg.cache.mode != "disk":
-        raise UserError(f"cache.mode={cfg.cache.mode}: there is nothing to cache; use cache=topk or cache=hidden")
-    instantiate(cfg.trainer, _convert_="all")  # checks its keys
-    target = load_target(
-        cfg.target.source,
-        name=cfg.target.get("name"),
-        revision=cfg.target.get("revision"),
-        dtype=cfg.dtype,
-        device=cfg.device,
-        tap_ids=cfg.target.get("tap_ids"),
+def rows_of(cfg: DictConfig, target: Target, split: str) -> Rows:
+    return load_rows(
+        OmegaConf.to_container(cfg.data.sources, resolve=True),
+        target.tokenizer,
+        split=split,
+        max_length=cfg.data.max_length,
+        held_out_fraction=cfg.data.held_out_fraction,
+        seed=cfg.data.seed,
+        max_tokens=cfg.data[f"max_{split}_tokens"],
     )
-    sources = OmegaConf.to_container(cfg.data.sources, resolve=True)
-    spec = SignalSpec(cfg.cache.signal, cfg.cache.top_k, target.tap_ids)
-    rows = {  # of both splits before the first forward: an empty one is told at once
-        split: load_rows(
-            sources,
-            target.tokenizer,
-            split=split,
-            max_length=cfg.data.max_length,
-            held_out_fraction=cfg.data.held_out_fraction,
-            seed=cfg.data.seed,
-            max_tokens=cfg.data[f"max_{split}_tokens"],
-        )
-        for split in ("train", "held_out")
-    }
+
+
+def caches(
+    cfg: DictConfig, target: Target, spec: SignalSpec, rows: dict[str, Rows]
+) -> tuple[dict[str, Rows | Path], dict[str, float]]:
+    """Where batches come from: the folder of each split's cache, or the rows themselves (cache.mode=none)."""
+    specs = split_specs(spec)
+    if cfg.cache.mode == "none":
+        return dict(rows), {}
+    metrics: dict[str, float] = {}
+    folders: dict[str, Rows | Path] = {}
     for split, split_rows in rows.items():
-        build_cache(
+        folders[split] = build_cache(
             target,
             split_rows,
-            spec,
+            specs[split],
             cache_root=cfg.cache_root,
             name=f"{cfg.cache.name or target.name}-{split}",
             shard_tokens=cfg.cache.shard_tokens,
@@ -292,7 +285,21 @@ def main(cfg: DictConfig) -> None:
             devices=cfg.trainer.devices,
             num_nodes=cfg.trainer.num_nodes,
             strategy=cfg.trainer.strategy,
+            on_stats=(lambda stats: metrics.update(stats.metrics())) if split == "train" else None,
         )
+    return folders, metrics
+
+
+@entry("cache")
+def main(cfg: DictConfig) -> None:
+    """Cache the rows of both splits, as train.distill would."""
+    if cfg.cache.mode != "disk":
+        raise UserError(f"cache.mode={cfg.cache.mode}: there is nothing to cache; use cache=topk or cache=hidden")
+    instantiate(cfg.trainer, _convert_="all")  # checks its keys
+    target: Target = instantiate(cfg.target)
+    spec = SignalSpec(cfg.cache.signal, cfg.cache.top_k, target.tap_ids)
+    # rows of both splits before the first forward: an empty one is told at once
+    caches(cfg, target, spec, {split: rows_of(cfg, target, split) for split in ("train", "held_out")})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
 from data.datamodule import PackedDataModule
-from data.rows import Rows, load_rows
+from data.rows import Rows
 from data.signals import SignalSpec
 from eval.alpha import evaluate_pair
 from eval.entry import entry
@@ -31,7 +31,7 @@ from eval.run import Pair, cast_weights
 from models.drafts import load_draft, max_positions
 from models.errors import UserError
 from models.target import Target, resolve_device
-from train.cache import build_cache
+from train.cache import caches, rows_of
 from train.callbacks import Metrics, StateCheckpoint, WeightAverage
 from train.loggers import finish_loggers
 from train.losses import LossSpec
@@ -189,44 +189,6 @@ def judge(cfg: DictConfig, folder: RunFolder, target: Target, rows: Rows) -> dic
     pair = Pair(target, draft, name=folder.name, draft_name=folder.name, config=cfg, run=None)
     # figures of a former draft of this name are stale now
     return evaluate_pair(pair, cfg.alpha, rows=rows, seed=cfg.seed, output_root=cfg.output_root, overwrite=True)
-
-
-def rows_of(cfg: DictConfig, target: Target, split: str) -> Rows:
-    return load_rows(
-        OmegaConf.to_container(cfg.data.sources, resolve=True),
-        target.tokenizer,
-        split=split,
-        max_length=cfg.data.max_length,
-        held_out_fraction=cfg.data.held_out_fraction,
-        seed=cfg.data.seed,
-        max_tokens=cfg.data[f"max_{split}_tokens"],
-    )
-
-
-def caches(
-    cfg: DictConfig, target: Target, spec: SignalSpec, rows: dict[str, Rows]
-) -> tuple[dict[str, Rows | Path], dict[str, float]]:
-    """Where batches come from: the folder of each split's cache, or the rows themselves (cache.mode=none)."""
-    if cfg.cache.mode == "none":
-        return dict(rows), {}
-    metrics: dict[str, float] = {}
-    folders: dict[str, Rows | Path] = {}
-    for split, split_rows in rows.items():
-        folders[split] = build_cache(
-            target,
-            split_rows,
-            spec,
-            cache_root=cfg.cache_root,
-            name=f"{cfg.cache.name or target.name}-{split}",
-            shard_tokens=cfg.cache.shard_tokens,
-            batch_tokens=cfg.cache.batch_tokens,
-            plan=cfg.plan,
-            devices=cfg.trainer.devices,
-            num_nodes=cfg.trainer.num_nodes,
-            strategy=cfg.trainer.strategy,
-            on_stats=(lambda stats: metrics.update(stats.metrics())) if split == "train" else None,
-        )
-    return folders, metrics
 
 
 def check_lengths(cfg: DictConfig, trainer: TrainerSpec) -> None:

@@ -2,10 +2,10 @@
 
 import csv
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
-import wandb
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -106,5 +106,6 @@ def wandb_logger(
 
 def finish_loggers() -> None:
     """End the W&B run, also after an error: the next job of a sweep would otherwise write into it."""
-    if wandb.run is not None:
+    wandb = sys.modules.get("wandb")  # a second of import that a run without it need not pay
+    if wandb is not None and wandb.run is not None:
         wandb.finish()

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from data.datamodule import Batch
-from data.signals import SignalSpec, target_columns
+from data.signals import SignalSpec, split_specs, target_columns
 from models.drafts import packed_hidden
 from models.errors import UserError
 from models.target import Target
@@ -94,8 +94,9 @@ class TokenSums:
 class Distiller(LightningModule):
     """Trains `draft` on what the target says, from cached columns or from the target itself.
 
-    target: needed for signal `hidden` (its frozen head) and for batches without columns (cache.mode=none). It is no
-    submodule: not in the optimiser, not in checkpoints, never in train mode.
+    target: needed for validation and for signal `hidden` (its frozen head), and for batches without columns
+    (cache.mode=none). It is no submodule: not in the optimiser, not in checkpoints, never in train mode.
+    signal: of the training batches; validation has the whole distribution (data/signals.py, split_specs).
     total_steps: optimiser steps of the whole run, the clock of the schedule.
     """
 
@@ -116,7 +117,7 @@ class Distiller(LightningModule):
         assert target is not None or signal.signal == "topk"
         self.draft = draft.train()
         self.__dict__["target"] = target
-        self.vocab_size, self.loss, self.optim, self.signal = vocab_size, loss, optim, signal
+        self.vocab_size, self.loss, self.optim, self.specs = vocab_size, loss, optim, split_specs(signal)
         self.total_steps = total_steps
         self.window: TokenSums | None = None  # of the optimiser step under way
         self.last_window: TokenSums | None = None  # of the last one done, over all ranks
@@ -142,31 +143,31 @@ class Distiller(LightningModule):
                 "set the draft's keys back, or start afresh with another run=NAME"
             )
 
-    def distill(self, batch: Batch) -> DistillLoss:
-        """Loss sums of one packed batch."""
+    def distill(self, batch: Batch, spec: SignalSpec) -> DistillLoss:
+        """Loss sums of one packed batch; spec says which columns it holds, or should hold."""
         hidden = packed_hidden(self.draft, batch["input_ids"], batch["position_ids"], batch["row_offsets"])  # (N, Dd)
         return distill_loss(
             hidden,
             self.draft.get_output_embeddings().weight,
-            self._signal(batch),
+            self._signal(batch, spec),
             batch["pred_mask"],
             loss=self.loss,
             vocab_size=self.vocab_size,
         )
 
-    def _signal(self, batch: Batch) -> Signal:
-        name = "topk_ids" if self.signal.signal == "topk" else "final_hidden"
+    def _signal(self, batch: Batch, spec: SignalSpec) -> Signal:
+        name = "topk_ids" if spec.signal == "topk" else "final_hidden"
         if name not in batch:
             assert self.target is not None, "batches without columns need the target"
             with torch.autocast(self.device.type, enabled=False):
-                columns = target_columns(self.target, batch["input_ids"], batch["row_offsets"], self.signal)
+                columns = target_columns(self.target, batch["input_ids"], batch["row_offsets"], spec)
             batch = {**batch, **columns}
-        if self.signal.signal == "topk":
+        if spec.signal == "topk":
             return TopKSignal(batch["topk_ids"], batch["topk_logprobs"], batch["tail_logprob"])
         return HiddenSignal(batch["final_hidden"].to(self.target.dtype), self.target.logits)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # ()
-        out = self.distill(batch)
+        out = self.distill(batch, self.specs["train"])
         if self.window is None:
             self.window = TokenSums.zero(self.device)
         self.window.add(out)
@@ -191,7 +192,7 @@ class Distiller(LightningModule):
         self.validation = TokenSums.zero(self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.validation.add(self.distill(batch))
+        self.validation.add(self.distill(batch, self.specs["held_out"]))
 
     def on_validation_epoch_end(self) -> None:
         self.validation.all_reduce()

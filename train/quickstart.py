@@ -26,7 +26,8 @@ from eval.report import print_table
 from eval.results import Metric, merge_results, read_results
 from eval.run import Pair, load_pair
 from models.tiny import byte_tokenizer
-from train.distill import caches, distill, rows_of, run_name
+from train.cache import caches, rows_of
+from train.distill import distill, run_name
 from train.measure import peak_resident_gb
 
 
