@@ -62,8 +62,8 @@ def entry(config_name: str) -> Callable[[Callable[[DictConfig], object]], Callab
 def keep_freed_memory() -> None:
     """Let glibc reuse freed blocks of up to 32 MiB instead of giving them back: activations then cost no page faults.
 
-    Caching the 135M target spent an eighth of its CPU time in the kernel otherwise (97,000 page faults a second). Larger
-    blocks, and all but half a GiB of what is free, go back to the system.
+    Caching the 135M target spent an eighth of its CPU time in the kernel otherwise (97,000 page faults a second).
+    Larger blocks, and all but half a GiB of what is free, go back to the system.
     """
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
