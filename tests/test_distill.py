@@ -23,6 +23,7 @@ from eval.plots import read_metrics_csv
 from models.drafts import gpt2_draft
 from models.errors import UserError
 from models.target import Target
+from models.tiny import byte_tokenizer, random_model
 from train.callbacks import StateCheckpoint
 from train.distill import distill
 from train.losses import LOSSES, LossSpec
@@ -226,6 +227,25 @@ def test_resume_values(tmp_path: Path, cache_root: Path) -> None:
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     with pytest.raises(UserError, match=r"last\.ckpt cannot be read.*overwrite=true"):
         run(tmp_path, cache_root, "trainer.max_steps=4")
+
+
+@pytest.mark.parametrize("experiment", ["gpt2_30m", "gpt2_medium_small"])
+def test_the_hub_experiments_run_on_a_target_of_their_shape(experiment: str, tmp_path: Path, cache_root: Path) -> None:
+    """What needs network and a GPU, with a tiny GPT-2 in the target's place and a text of ours in the corpus'."""
+    small = {
+        "gpt2_30m": ["draft.n_layer=1", "draft.n_head=2", "draft.n_embd=32", "draft.n_positions=128"],
+        "gpt2_medium_small": [f"draft.id={tmp_path / 'off-the-shelf'}"],
+    }[experiment]
+    random_model("tiny_gpt2", seed=1).save_pretrained(tmp_path / "off-the-shelf")
+    byte_tokenizer().save_pretrained(tmp_path / "off-the-shelf")
+    ours = [o for o in overrides(tmp_path, cache_root, *small, run=experiment) if o not in TINY]
+    limits = [o for o in TINY if o.startswith(("data.", "trainer.", "alpha."))]
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        cfg = compose(
+            "distill", [f"+experiment={experiment}", "target.source=random:tiny_gpt2", "dtype=fp32", *limits, *ours]
+        )
+    info = json.loads((distill(cfg) / "run.json").read_text())
+    assert info["target"]["name"].startswith("gpt2") and info["metrics"]["alpha_expected/held_out/T1"] > 0.05
 
 
 def test_val_alpha_is_the_alpha_of_the_whole_distribution(tmp_path: Path, cache_root: Path) -> None:
