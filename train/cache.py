@@ -89,17 +89,17 @@ def build_cache(
     done = set() if manifest is None else set(manifest.shards) - set(damaged)
     missing = [shard.index for shard in shards if shard.index not in done]
     for index, what in damaged.items():
-        _say(f"cache {folder.name}: {shard_name(index)} is rebuilt: {what}")
+        say(f"cache {folder.name}: {shard_name(index)} is rebuilt: {what}")
     if plan:
-        _say(sizes.describe(missing))
+        say(sizes.describe(missing))
         if missing:
             sizes.check_space(missing)
         return folder
     seconds = 0.0
     if missing:
         if manifest is None and (nearest := changed_fields(Path(cache_root), name, fields)) is not None:
-            _say(f"cache {folder.name}: new, because it differs from {nearest[0].name} in {'; '.join(nearest[1])}")
-        _say(sizes.describe(missing))
+            say(f"cache {folder.name}: new, because it differs from {nearest[0].name} in {'; '.join(nearest[1])}")
+        say(sizes.describe(missing))
         sizes.check_space(missing)
         folder.mkdir(parents=True, exist_ok=True)
         remove_stale_files(folder)
@@ -114,12 +114,12 @@ def build_cache(
         manifest = Manifest.open(folder)
         assert manifest.is_complete, f"{folder}: shards are missing after a job without an error"
         new_tokens = sum(shards[i].tokens for i in missing)
-        _say(
+        say(
             f"cache {folder.name}: {new_tokens:,} tokens in {seconds:.1f} s ({new_tokens / seconds:,.0f} tokens/s), "
             f"{human(sizes.num_bytes())}"
         )
     else:
-        _say(f"cache {folder.name}: reused, {sizes.num_tokens:,} tokens, {human(sizes.num_bytes())}")
+        say(f"cache {folder.name}: reused, {sizes.num_tokens:,} tokens, {human(sizes.num_bytes())}")
     if on_stats is not None:
         total_bytes = sum(record.bytes for record in manifest.shards.values())
         new_tokens = sum(shards[i].tokens for i in missing)
@@ -247,7 +247,7 @@ def _check_rows(target: Target, rows: Rows) -> None:
 
 
 @rank_zero_only
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, flush=True)
 
 

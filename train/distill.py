@@ -31,7 +31,7 @@ from eval.run import Pair, cast_weights
 from models.drafts import load_draft, max_positions
 from models.errors import UserError
 from models.target import Target, resolve_device
-from train.cache import caches, rows_of
+from train.cache import caches, rows_of, say
 from train.callbacks import Metrics, StateCheckpoint, WeightAverage
 from train.loggers import finish_loggers
 from train.losses import LossSpec
@@ -232,11 +232,6 @@ def refuse_distributed_sweep(num_processes: int) -> None:
             f"trainer.devices: a sweep (-m) with {num_processes} processes a job is not supported; run the jobs one "
             f"by one, or set trainer.devices=1"
         )
-
-
-@rank_zero_only
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 @entry("distill")
