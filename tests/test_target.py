@@ -122,7 +122,7 @@ def _doubled(output):
 
 def test_a_gguf_of_a_gpt2_gives_the_original_logits(tmp_path):
     """GPT-2 stores Conv1D weights transposed and ties its head: both must survive the way through a GGUF file."""
-    config = GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=2, n_positions=1024)
+    config = GPT2Config(vocab_size=261, n_embd=32, n_layer=2, n_head=2, n_positions=1024)
     model = GPT2LMHeadModel(config).eval()
     path = tmp_path / "tiny-gpt2.gguf"
     _write_gpt2_gguf(path, model)
@@ -144,11 +144,11 @@ def _write_gpt2_gguf(path, model):
     writer.add_vocab_size(config.vocab_size)
     tokenizer = byte_tokenizer()
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    tokens.append("\u0120\u0120")
+    tokens += ["\u0120\u0120", "\u0120\u0120\u0120\u0120"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3] * 3 + [1])
-    writer.add_token_merges(["\u0120 \u0120"])
+    writer.add_token_types([1] * 256 + [3] * 3 + [1] * 2)
+    writer.add_token_merges(["\u0120 \u0120", "\u0120\u0120 \u0120\u0120"])
     writer.add_bos_token_id(257)
     writer.add_eos_token_id(258)
     names = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
