@@ -282,6 +282,17 @@ def cached(tmp_path):
     return target, rows, folder, folder / "shard-00001.safetensors"
 
 
+def test_a_flipped_byte_is_found_before_it_is_trained_on(cached, capsys):
+    target, rows, folder, path = cached
+    before = contents(folder)
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    build(target, rows, folder.parent)
+    assert "shard-00001.safetensors is rebuilt: its checksum is another one" in capsys.readouterr().out
+    assert contents(folder) == before
+
+
 def test_truncated_shard(cached, capsys):
     target, rows, folder, path = cached
     before = contents(folder)

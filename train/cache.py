@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from data.cache import Manifest, cache_columns, changed_fields, fingerprint, fingerprint_fields, folder_lock, shard_name
 from data.cache_plan import CachePlan, cut_shards, human
-from data.cache_writer import CacheBatch, CacheWriter, remove_stale_files
+from data.cache_writer import CacheBatch, CacheWriter, file_checksum, remove_stale_files
 from data.progress import ProgressBar
 from data.rows import Rows, load_rows
 from data.signals import SignalSpec, length_groups, split_specs, target_columns
@@ -69,8 +69,8 @@ def build_cache(
 ) -> Path:
     """Make the cache of these rows, or what is missing of it; returns its folder `<cache_root>/<name>-<fingerprint>`.
 
-    A finished cache of the same target, rows and columns is reused. Shards whose file is missing or has the wrong size
-    are written again.
+    A finished cache of the same target, rows and columns is reused. Shards whose file is missing or is not the one that
+    the ledger lists (size, checksum) are written again.
     plan: print tokens, bytes and free disk, and write nothing.
     batch_tokens: padded tokens of one forward; a matter of memory and speed.
     Raises UserError: no rows, rows beyond the target's positions or ids, a disk too small or full, a value not finite.
@@ -85,7 +85,7 @@ def build_cache(
         shard_tokens = manifest.content["shard_tokens"]  # a cache keeps the cut it began with
     shards = cut_shards(rows.row_offsets, shard_tokens)
     sizes = CachePlan(folder, cache_columns(spec, target), shards, target.vocab_size, target.hidden_size)
-    damaged = {} if manifest is None else manifest.damaged_shards()
+    damaged = {} if manifest is None else damaged_shards(manifest, read=not plan)
     done = set() if manifest is None else set(manifest.shards) - set(damaged)
     missing = [shard.index for shard in shards if shard.index not in done]
     for index, what in damaged.items():
@@ -244,6 +244,16 @@ def _check_rows(target: Target, rows: Rows) -> None:
             f"data: a row holds token id {largest} and the target has ids 0 to {target.vocab_size - 1}; tokenise the "
             f"rows with the target's own tokenizer"
         )
+
+
+def damaged_shards(manifest: Manifest, *, read: bool) -> dict[int, str]:
+    """Shards that are not what the ledger says, with what is wrong. read: compare checksums as well."""
+    damaged = manifest.damaged_shards()
+    if read:
+        for index, record in manifest.shards.items():
+            if index not in damaged and file_checksum(manifest.folder / shard_name(index)) != record.checksum:
+                damaged[index] = "its checksum is another one, bytes have changed"
+    return damaged
 
 
 @rank_zero_only
