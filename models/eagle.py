@@ -1,0 +1,399 @@
+"""EAGLE-1 and EAGLE-3 heads: one Llama block that drafts from the target's own hidden states.
+
+EAGLE-3 (arXiv:2503.01840), slot t: g[t] = fc(three taps of the target at t), or what the slot before put out;
+    q, k, v read [input_layernorm(embed(x[t+1])), hidden_norm(g[t])]; residual = g[t]; RoPE position t
+    logits of x[t+2] = lm_head(norm(output)) over a draft vocabulary of Vd ids; the *un-normed* output is fed back
+EAGLE-1 (arXiv:2401.15077), slot t: f[t] = the target's post-norm final state, or what the slot before put out;
+    the block reads fc([embed(x[t+1]), f[t]]); logits by the target's frozen head; the output is the next feature
+
+The same module trains and decodes, and its tensors have the names that serving engines read.
+
+Shapes: B batch, T time, D hidden size of the target, L tapped layers, V vocabulary, Vd draft vocabulary.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from models.errors import UserError
+from models.kv_cache import RollbackCache
+from models.target import Target
+
+ARCHITECTURES = {3: "LlamaForCausalLMEagle3", 1: "EagleLlamaForCausalLM"}
+TAPS = "taps"
+FINAL_HIDDEN = "final_hidden"
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Shape of a head; `rope_parameters` as in transformers 5 (theta and scaling in one)."""
+
+    version: int  # 3 or 1
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int  # V, width of the target's embedding
+    draft_vocab_size: int  # Vd; V for EAGLE-1
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    tap_ids: tuple[int, ...] = ()  # residual streams entering these blocks; () for EAGLE-1
+
+    def __post_init__(self) -> None:
+        assert self.version in ARCHITECTURES
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"draft.num_key_value_heads={self.num_key_value_heads}: must divide the {self.num_attention_heads} heads"
+            )
+        object.__setattr__(self, "tap_ids", tuple(self.tap_ids))
+
+    def rope_config(self) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=dict(self.rope_parameters),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """config.json: the fields that engines read, and ours under the same names."""
+        config = asdict(self)
+        version, tap_ids = config.pop("version"), config.pop("tap_ids")
+        return {
+            "architectures": [ARCHITECTURES[version]],
+            "model_type": "llama",
+            "eagle_version": version,
+            **config,
+            "rope_theta": self.rope_parameters["rope_theta"],
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            **({"eagle_aux_hidden_state_layer_ids": list(tap_ids)} if version == 3 else {}),
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "EagleConfig":
+        version = {name: v for v, name in ARCHITECTURES.items()}.get((content.get("architectures") or [""])[0])
+        if version is None:
+            raise UserError(
+                f"draft: architectures={content.get('architectures')} is no EAGLE head; use one of "
+                f"{', '.join(ARCHITECTURES.values())}"
+            )
+        known = {f.name for f in fields(cls)} - {"version", "tap_ids"}
+        values = {key: value for key, value in content.items() if key in known}
+        return cls(version=version, tap_ids=tuple(content.get("eagle_aux_hidden_state_layer_ids", ())), **values)
+
+
+class EagleAttention(nn.Module):
+    """Grouped-query attention with RoPE; reads `width` features, writes D."""
+
+    def __init__(self, config: EagleConfig, width: int):
+        super().__init__()
+        c = config
+        self.num_heads, self.num_kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.q_proj = nn.Linear(width, self.num_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, self.num_kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, self.num_kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * c.head_dim, c.hidden_size, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,  # (B, T, width)
+        rope: tuple[Tensor, Tensor],  # cos, sin (B, T, Dh)
+        cache: RollbackCache | None,
+        attention_mask: Tensor | None,  # (B, 1, T, S) bool
+    ) -> Tensor:  # (B, T, D)
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, T, Dh)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos, sin = (each[:, None].to(q.dtype) for each in rope)  # (B, 1, T, Dh)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.layers[0].update(k, v)  # (B, Hkv, S, Dh)
+        if self.num_kv_heads != self.num_heads:
+            k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for x in (k, v))
+        is_causal = attention_mask is None and q.shape[2] > 1
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=is_causal)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (..., Dh)
+    """Rotary position embedding in Llama's half-split layout."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+class EagleMLP(nn.Module):
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class EagleBlock(nn.Module):
+    """The one transformer block. EAGLE-3 norms embedding and state apart and reads both; EAGLE-1 reads fc's output."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = EagleAttention(config, 2 * size if config.version == 3 else size)
+        self.mlp = EagleMLP(config)
+        if config.version == 3:
+            self.input_layernorm = nn.RMSNorm(size, eps)
+            self.hidden_norm = nn.RMSNorm(size, eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+
+
+class EagleHead(nn.Module):
+    """See the module. Weights in fp32 while training; cast to the target's dtype for decoding.
+
+    target_head: post-norm states (..., D) -> logits (..., V), EAGLE-1 only; frozen and never saved.
+    """
+
+    def __init__(self, config: EagleConfig, *, target_head: Callable[[Tensor], Tensor] | None = None):
+        super().__init__()
+        c = self.config = config
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens.weight.requires_grad_(False)
+        if c.version == 3:
+            self.fc = nn.Linear(len(c.tap_ids) * c.hidden_size, c.hidden_size, bias=False)
+            self.midlayer = EagleBlock(c)
+            self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+            self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+            self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
+        else:
+            self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
+            self.layers = nn.ModuleList([EagleBlock(c)])
+        self.__dict__["target_head"] = target_head
+        self.rotary = LlamaRotaryEmbedding(c.rope_config())
+
+    @property
+    def features(self) -> str:
+        """What the head reads of the target's forwards: `taps` or `final_hidden`."""
+        return TAPS if self.config.version == 3 else FINAL_HIDDEN
+
+    @property
+    def block(self) -> EagleBlock:
+        return self.midlayer if self.config.version == 3 else self.layers[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    def project(self, features: Tensor) -> Tensor:  # (..., L, D) or (..., D) -> (..., D)
+        """The target's features as the state that slots read: fc of the taps, or the final state as it is."""
+        return self.fc(features.flatten(-2).to(self.dtype)) if self.config.version == 3 else features.to(self.dtype)
+
+    def forward(
+        self,
+        input_ids: Tensor,  # (B, T) the token behind each slot: x[t+1]
+        hidden: Tensor,  # (B, T, D) g: `project`ed features, or outputs fed back
+        position_ids: Tensor,  # (B, T) of the slots
+        cache: RollbackCache | None = None,
+        attention_mask: Tensor | None = None,  # (B, 1, T, S) bool over cached and new slots; None: causal over T
+    ) -> Tensor:  # (B, T, D) un-normed
+        """Outputs of the slots; with a cache, their keys and values are appended to it.
+
+        Without a mask several new slots see one another causally, which is right for an empty cache only.
+        """
+        block = self.block
+        rope = self.rotary(hidden.float(), position_ids)  # cos, sin (B, T, Dh) in fp32
+        embedded = self.embed_tokens(input_ids)  # (B, T, D)
+        if self.config.version == 3:
+            x = torch.cat((block.input_layernorm(embedded), block.hidden_norm(hidden)), dim=-1)  # (B, T, 2D)
+        else:
+            x = hidden = self.fc(torch.cat((embedded, hidden), dim=-1))
+        hidden = hidden + block.self_attn(x, rope, cache, attention_mask)
+        return hidden + block.mlp(block.post_attention_layernorm(hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:  # (..., D) -> (..., Vd)
+        """Logits over the draft vocabulary (`target_ids` translates)."""
+        return self.lm_head(self.norm(hidden)) if self.config.version == 3 else self.target_head(hidden)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids -> target ids: id + d2t[id]."""
+        return draft_ids + self.d2t[draft_ids] if self.config.version == 3 else draft_ids
+
+    def set_draft_vocab(self, target_ids: Tensor) -> None:  # (Vd,) ascending
+        """Draft id i stands for target_ids[i]: fills d2t (offsets) and t2d."""
+        assert self.config.version == 3 and len(target_ids) == self.config.draft_vocab_size
+        assert bool((target_ids.diff() > 0).all()), "ids must ascend"
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids)))
+        self.t2d.zero_()[target_ids] = True
+
+    @property
+    def draft_vocab(self) -> Tensor:  # (Vd,) target ids
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """config.json and model.safetensors, under the engines' names."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        dtype = str(self.dtype).removeprefix("torch.")
+        config = {**self.config.to_json(), "torch_dtype": dtype}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        state = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def is_eagle_folder(folder: str | Path) -> bool:
+    """Whether a folder's config.json names an EAGLE head."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        architectures = json.loads(path.read_text()).get("architectures") or []
+    except (ValueError, AttributeError):
+        return False
+    return any(name in ARCHITECTURES.values() for name in architectures)
+
+
+def load_eagle(folder: str | Path, target: Target) -> EagleHead:
+    """A head as saved, strictly, in fp32 and eval mode, on the CPU. Raises UserError where it does not fit the target."""
+    folder = Path(folder)
+    head = EagleHead(EagleConfig.from_json(json.loads((folder / "config.json").read_text())), target_head=target.logits)
+    state = load_file(folder / "model.safetensors")
+    if differing := sorted(state.keys() ^ head.state_dict().keys()):
+        raise UserError(f"draft {folder}: tensor {differing[0]} is missing or unknown; save the head again")
+    try:
+        head.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        raise UserError(f"draft {folder}: {str(error).splitlines()[-1].strip()}; save the head again") from None
+    check_fits(head.config, target, str(folder))
+    return head.float().eval()
+
+
+def check_fits(config: EagleConfig, target: Target, name: str) -> None:
+    """Raises UserError unless the head was made for this target's widths and taps."""
+    for what, theirs, ours in (
+        ("hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.embedding.shape[0]),
+    ):
+        if theirs != ours:
+            raise UserError(f"draft {name}: made for a target with {what} {theirs}, this one has {ours}")
+    if config.version == 3 and config.tap_ids != target.tap_ids:
+        raise UserError(
+            f"draft {name}: reads the taps {list(config.tap_ids)} and the target was loaded with "
+            f"{target.tap_ids and list(target.tap_ids)}; set target.tap_ids to the former"
+        )
+
+
+def build_eagle(
+    *,
+    target: Target,
+    version: int = 3,
+    draft_vocab_size: int | None = 8192,
+    train_lm_head: bool = True,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
+    num_key_value_heads: int | None = None,
+    init: str = "scratch",
+    seed: int = 0,
+    draft_vocab: Tensor | None = None,  # (Vd,) ascending target ids
+) -> EagleHead:
+    """A head for `target`, in fp32 on the CPU and in train mode; shapes default to those of the target's own blocks.
+
+    draft_vocab_size: Vd, at most the target's ids; None for all. draft_vocab: its ids, by default the first Vd.
+    train_lm_head: whether `lm_head`, initialised from the target's rows, is trained.
+    init: `scratch` or the folder of a head of the same shape. Raises UserError naming the key, the value and the fix.
+    """
+    config = eagle_config(
+        target,
+        version=version,
+        draft_vocab_size=draft_vocab_size,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = EagleHead(config, target_head=target.logits)
+        for module in head.block.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5 / 2)
+    with torch.no_grad():
+        head.embed_tokens.weight.copy_(target.embedding.float())
+        if version == 3:
+            init_fc(head)
+            ids = torch.arange(config.draft_vocab_size) if draft_vocab is None else draft_vocab
+            head.set_draft_vocab(ids)
+            head.lm_head.weight.copy_(target.model.get_output_embeddings().weight[ids.to(target.device)].float())
+            head.lm_head.weight.requires_grad_(train_lm_head)
+    if init != "scratch":
+        if not is_eagle_folder(init):
+            raise UserError(f"draft.init={init}: no EAGLE head there; use scratch or the folder of one")
+        before = load_eagle(init, target)
+        if before.config != config:
+            raise UserError(f"draft.init={init}: a head of another shape; set the draft's keys to its config.json")
+        head.load_state_dict(before.state_dict())
+    return head.float().train()
+
+
+def init_fc(head: EagleHead) -> None:
+    """fc starts as the last tap as it is, with a little of everything: the state nearest to the target's answer."""
+    weight = head.fc.weight
+    nn.init.normal_(weight, std=0.1 * weight.shape[1] ** -0.5)
+    weight[:, -head.config.hidden_size :] += torch.eye(head.config.hidden_size)
+
+
+def eagle_config(
+    target: Target,
+    *,
+    version: int,
+    draft_vocab_size: int | None,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
+    num_key_value_heads: int | None = None,
+) -> EagleConfig:
+    """Shape of a head for `target`. GPT-2 targets get a Llama block too, with RoPE and an MLP of 8/3 D."""
+    c, size = target.config, target.hidden_size
+    if version == 3 and not target.tap_ids:
+        raise UserError("target.tap_ids=null: an EAGLE-3 head reads taps; set target.tap_ids=default")
+    if version == 1 and (draft_vocab_size or target.vocab_size) != target.vocab_size:
+        raise UserError(
+            f"draft.draft_vocab_size={draft_vocab_size}: EAGLE-1 drafts by the target's own head; set it to null"
+        )
+    width = draft_vocab_size or target.vocab_size
+    if not 1 <= width <= target.vocab_size:
+        raise UserError(f"draft.draft_vocab_size={width}: the target has {target.vocab_size} ids; set it to fewer")
+    num_heads = num_attention_heads or c.num_attention_heads
+    head_dim = getattr(c, "head_dim", None) or size // num_heads
+    rope = getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+    return EagleConfig(
+        version=version,
+        hidden_size=size,
+        intermediate_size=intermediate_size or getattr(c, "intermediate_size", None) or -(-8 * size // 3 // 64) * 64,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_key_value_heads or min(num_heads, getattr(c, "num_key_value_heads", None) or num_heads),
+        head_dim=head_dim,
+        vocab_size=target.embedding.shape[0],
+        draft_vocab_size=width,
+        max_position_embeddings=min(target.max_positions, 1 << 20),
+        rms_norm_eps=getattr(c, "rms_norm_eps", None) or 1e-5,
+        rope_parameters=dict(rope),
+        tap_ids=target.tap_ids or () if version == 3 else (),
+    )
