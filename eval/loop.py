@@ -1,22 +1,25 @@
 """The draft-and-verify loop at batch 1; plain decoding is the same loop without a draft.
 
 1. The prompt's prefill emits the first token, the *root*: committed, but not yet read by the target.
-2. A drafter proposes K tokens behind the root.
-3. One target forward reads root and draft: K+1 distributions.
-4. Verification keeps the first `a` drafted tokens and adds one of the target's own; caches roll back; repeat from 2.
+2. A drafter proposes a tree of tokens behind the root (a chain is a tree).
+3. One target forward reads root and nodes: M + 1 distributions.
+4. Verification accepts a path of the tree and adds one token of the target's own; caches keep the path; repeat from 2.
 
-K shrinks to 0, a plain step, where the draft or the target runs out of positions.
+Trees lose levels, and become plain steps at last, where the draft or the target runs out of positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eval.drafters import DRAFT_SAMPLING, Clock, Drafter, DraftModelChain, NoDraft, Proposal
-from eval.verification import Verdict, verify_chain, verify_greedy
+from eval.drafters import DRAFT_SAMPLING, Clock, Drafter, NoDraft, make_drafter
+from eval.tree import Tree, TreeShape, tree_mask
+from eval.verification import TreeVerdict, verify_chain, verify_greedy, verify_tree, verify_tree_greedy
 from models.errors import UserError
 from models.kv_cache import RollbackCache, forward_with_cache
 from models.sampling import SamplingParams, filtered_probs, sample
@@ -27,10 +30,23 @@ from models.target import Target
 class Round:
     """One draft-and-verify. Tokens behind the end of the text (EOS, length) count nowhere but in `accepted_uncut`."""
 
-    drafted: int  # 0: a plain step
-    judged: int  # drafted tokens the target judged: the accepted ones and the first rejected one
+    drafted: int  # nodes of the tree; 0: a plain step
+    judged: int  # depths the target judged: those of the accepted tokens, and the next where their last has children
     accepted: int
     accepted_uncut: int
+    depth: int = 0  # of the deepest node
+
+
+@dataclass(frozen=True)
+class TreeRecord:
+    """A round to look at."""
+
+    root: int  # the token it hangs on
+    tokens: list[int]  # of the nodes
+    parents: list[int]
+    path: list[int]  # accepted nodes
+    next_token: int
+    start: int  # index among the new ids of the first one that this round emitted
 
 
 @dataclass
@@ -38,7 +54,7 @@ class DecodeResult:
     """token_ids: the new ids, an end-of-text id included. emitted = 1 (prefill) + accepted + corrections and bonus."""
 
     token_ids: list[int]
-    is_accepted: list[bool]  # per emitted token: a drafted one?
+    token_depth: list[int]  # per emitted token: the depth at which it was drafted; 0: the target's own
     finish_reason: str  # eos, length (max_new_tokens) or positions (the target's limit)
     rounds: list[Round] = field(default_factory=list)
     fallback_steps: int = 0  # rounds in which the draft could not draft (its positions, or the target's, ran out)
@@ -47,6 +63,12 @@ class DecodeResult:
     target_s: float = 0.0  # the rounds' target forwards
     draft_s: float = 0.0  # drafting: forwards and sampling
     draft_forward_s: float = 0.0
+    trees: list[TreeRecord] = field(default_factory=list)  # of the first rounds, where asked for
+
+    @property
+    def is_accepted(self) -> list[bool]:
+        """Per emitted token: a drafted one?"""
+        return [depth > 0 for depth in self.token_depth]
 
     @property
     def overhead_s(self) -> float:
@@ -55,7 +77,7 @@ class DecodeResult:
 
     @property
     def alpha(self) -> float:
-        """Accepted over judged tokens; nan when none was judged."""
+        """Accepted tokens over judged depths; nan when none was judged."""
         judged = sum(r.judged for r in self.rounds)
         return sum(r.accepted for r in self.rounds) / judged if judged else float("nan")
 
@@ -67,9 +89,10 @@ class DecodeResult:
 
 def speculative_decode(
     target: Target | PreTrainedModel,
-    draft: PreTrainedModel | Drafter | None,
+    draft: nn.Module | Drafter | None,
     prompt_ids: Sequence[int] | Tensor,
     *,
+    method: str | TreeShape | None = None,
     draft_len: int = 4,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -79,14 +102,19 @@ def speculative_decode(
     max_new_tokens: int = 128,
     eos_token_ids: Sequence[int] | None = None,
     seed: int = 0,
+    record_trees: int = 0,
     **unsupported_filters: float,
 ) -> DecodeResult:
     """Continue a prompt; the text is distributed as the target's own, whatever the draft.
 
-    draft: a causal LM over the same vocabulary, None for plain decoding, or any Drafter.
+    draft: a causal LM over the same vocabulary, an EAGLE head, None for plain decoding, or any Drafter.
+    method: shape of the trees, such as static_3x2x1; default: that of a Drafter that has one, else a chain of
+        `draft_len` tokens.
     temperature 0 is greedy. top_k, top_p and min_p shape target and draft alike.
-    draft_sampling: `probabilistic` or `greedy` (one-hot proposals), for temperature > 0.
+    draft_sampling: `probabilistic` or `greedy` (one-hot proposals), for chains at temperature > 0; a tree's children
+        are always the draft's best.
     eos_token_ids: default the target's own; () to run to max_new_tokens.
+    record_trees: so many rounds are kept in `trees`.
     Raises UserError: an unsupported filter, an empty prompt, one longer than the target's positions, or a draft whose
     vocabulary differs.
     """
@@ -96,118 +124,187 @@ def speculative_decode(
     for name, value in (("draft_len", draft_len), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise UserError(f"{name}={value}: must be 1 or more")
+    shape = TreeShape.parse(method) if isinstance(method, str) else method
+    shape = shape or getattr(draft, "shape", None) or TreeShape.chain(draft_len)
     vocab_size = real_vocab_size(target)
     if draft is None:
         drafter: Drafter = NoDraft()
     elif isinstance(draft, nn.Module):
-        check_vocabulary(target, draft)
-        drafter = DraftModelChain(draft, vocab_size=vocab_size, params=params, draft_sampling=draft_sampling)
+        if isinstance(draft, PreTrainedModel):
+            check_vocabulary(target, draft)
+        drafter = make_drafter(draft, shape, vocab_size=vocab_size, params=params, draft_sampling=draft_sampling)
     else:
         drafter = draft
     model = target.model if isinstance(target, Target) else target
     if eos_token_ids is None:
         eos_token_ids = target.eos_token_ids if isinstance(target, Target) else _model_eos(model)
     return decode(
-        model,
+        target,
         drafter,
         torch.as_tensor(prompt_ids, dtype=torch.long, device=model.device).reshape(-1),
         params=params,
         vocab_size=vocab_size,
-        draft_len=draft_len,
+        shape=shape,
         max_new_tokens=max_new_tokens,
         eos_token_ids=frozenset(eos_token_ids),
         generator=torch.Generator(model.device).manual_seed(seed),
+        record_trees=record_trees,
     )
 
 
 @torch.inference_mode()
 def decode(
-    model: nn.Module,
+    target: Target | nn.Module,
     drafter: Drafter,
     prompt: Tensor,  # (T,)
     *,
     params: SamplingParams,
     vocab_size: int,
-    draft_len: int,
+    shape: TreeShape,
     max_new_tokens: int,
     eos_token_ids: frozenset[int],
     generator: torch.Generator,
+    record_trees: int = 0,
 ) -> DecodeResult:
-    """The loop itself; see the top of the file."""
-    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    num_tokens = len(prompt)  # committed: prompt and emitted tokens
-    if not 0 < num_tokens <= max_positions:
-        raise UserError(
-            f"prompt of {num_tokens} tokens: the target reads 1 to {max_positions}; give a prompt within these limits"
-        )
-    clock = Clock(model.device)
-    begin = clock.now()
-    capacity = min(num_tokens + max_new_tokens, max_positions) + draft_len + 1
-    sequence = torch.empty(capacity, dtype=torch.long, device=model.device)
-    sequence[:num_tokens] = prompt
-    cache = RollbackCache.for_model(model, capacity)
+    """The loop itself; see the top of the file. shape: no tree is deeper, none has more nodes."""
+    with capture_features(target, drafter.features) as features_of:
+        model = target.model if isinstance(target, Target) else target
+        max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+        num_tokens = len(prompt)  # committed: prompt and emitted tokens
+        if not 0 < num_tokens <= max_positions:
+            raise UserError(
+                f"prompt of {num_tokens} tokens: the target reads 1 to {max_positions}; "
+                "give a prompt within these limits"
+            )
+        clock = Clock(model.device)
+        begin = clock.now()
+        longest = min(num_tokens + max_new_tokens, max_positions) + 1
+        sequence = torch.empty(longest + shape.depth, dtype=torch.long, device=model.device)
+        sequence[:num_tokens] = prompt
+        cache = RollbackCache.for_model(model, longest + shape.num_nodes)
 
-    logits = forward_with_cache(model, prompt[None], cache, logits_to_keep=1).logits[0, -1:, :vocab_size]  # (1, V)
-    root = logits.argmax(-1) if params.is_greedy else sample(filtered_probs(logits, params), generator)
-    sequence[num_tokens] = root[0]
-    num_tokens += 1
-    result = DecodeResult(root.tolist(), [False], "")
-    result.finish_reason = _finish(result.token_ids, eos_token_ids, max_new_tokens, num_tokens, max_positions)
-    if not result.finish_reason:
-        drafter.start(prompt, capacity=capacity, generator=generator, clock=clock)
-        drafter.accept(0, result.token_ids[0])
-    clock.add("prefill", begin)
-
-    while not result.finish_reason:
-        # the root stands at position num_tokens - 1, the last drafted token at num_tokens - 1 + K
-        num_drafted = max(0, min(draft_len, max_positions - num_tokens, drafter.max_draft_len(num_tokens)))
-        proposal = Proposal(sequence[:0], None)
-        if num_drafted:
-            start = clock.now()
-            proposal = drafter.propose(sequence[:num_tokens], num_drafted)
-            sequence[num_tokens : num_tokens + num_drafted] = proposal.tokens
-            clock.add("draft", start)
-
-        start = clock.now()
-        block = sequence[None, num_tokens - 1 : num_tokens + num_drafted]  # (1, K+1)
-        logits = forward_with_cache(model, block, cache).logits[0, :, :vocab_size]  # (K+1, V)
-        clock.add("target", start)
-
-        verdict = _verify(logits, proposal, params, generator)
-        accepted, next_token, *drafted = torch.cat((*verdict, proposal.tokens)).tolist()
-        sequence[num_tokens + accepted] = next_token
-        cache.rollback(num_tokens + accepted)
-        drafter.accept(accepted, next_token)
-
-        block_ids = [*drafted[:accepted], next_token]
-        kept = _cut(block_ids, eos_token_ids, max_new_tokens - len(result.token_ids))
-        accepted_kept = min(accepted, kept)
-        is_rejected = accepted < num_drafted and kept == len(block_ids)
-        result.rounds.append(Round(num_drafted, accepted_kept + is_rejected, accepted_kept, accepted))
-        result.fallback_steps += num_drafted == 0 and not isinstance(drafter, NoDraft)
-        result.token_ids += block_ids[:kept]
-        result.is_accepted += [index < accepted for index in range(kept)]
-        num_tokens += kept
+        logits = forward_with_cache(model, prompt[None], cache, logits_to_keep=1).logits[0, -1:, :vocab_size]  # (1, V)
+        root = logits.argmax(-1) if params.is_greedy else sample(filtered_probs(logits, params), generator)
+        sequence[num_tokens] = root[0]
+        num_tokens += 1
+        result = DecodeResult(root.tolist(), [0], "")
         result.finish_reason = _finish(result.token_ids, eos_token_ids, max_new_tokens, num_tokens, max_positions)
+        if not result.finish_reason:
+            features = features_of(slice(None))
+            capacity = longest + shape.depth
+            drafter.start(prompt, features=features, capacity=capacity, generator=generator, clock=clock)
+        clock.add("prefill", begin)
+
+        while not result.finish_reason:
+            # the root stands at position num_tokens - 1, a node of depth d at num_tokens - 1 + d
+            depth = max(0, min(shape.depth, max_positions - num_tokens, drafter.max_draft_len(num_tokens)))
+            tree = Tree.empty(model.device)
+            if depth:
+                start = clock.now()
+                tree = drafter.propose(sequence[:num_tokens], depth)
+                clock.add("draft", start)
+            tokens, parents = torch.stack((tree.tokens, tree.parents)).tolist()
+            num_nodes = len(tokens)
+            is_chain = parents == list(range(-1, num_nodes - 1))
+
+            start = clock.now()
+            block = torch.cat((sequence[num_tokens - 1 : num_tokens], tree.tokens))[None]  # (1, M+1)
+            output = forward_with_cache(model, block, cache, **({} if is_chain else _tree_arguments(tree, cache)))
+            logits = output.logits[0, :, :vocab_size]  # (M+1, V)
+            clock.add("target", start)
+
+            path, next_token = _verify(logits, tree, is_chain, params, generator)
+            accepted = len(path)
+            block_ids = [*(tokens[node] for node in path), next_token]
+            sequence[num_tokens : num_tokens + accepted + 1] = torch.tensor(block_ids, device=model.device)
+            path_index = torch.tensor(path, dtype=torch.long, device=model.device)  # (A,)
+            in_place = next((i for i, node in enumerate(path) if node != i), accepted)  # leading nodes at their slots
+            if in_place == accepted:
+                cache.rollback(num_tokens + accepted)
+                kept_rows: slice | Tensor = slice(accepted + 1)
+            else:
+                cache.gather(num_tokens + in_place, num_tokens + path_index[in_place:])
+                kept_rows = torch.cat((path_index.new_zeros(1), path_index + 1))
+            drafter.accept(path_index, next_token, features_of(kept_rows))
+
+            kept = _cut(block_ids, eos_token_ids, max_new_tokens - len(result.token_ids))
+            accepted_kept = min(accepted, kept)
+            is_rejected = (path[-1] if path else -1) in parents and kept == len(block_ids)
+            deepest = num_nodes if is_chain else _deepest(parents)
+            result.rounds.append(Round(num_nodes, accepted_kept + is_rejected, accepted_kept, accepted, deepest))
+            result.fallback_steps += depth == 0 and not isinstance(drafter, NoDraft)
+            if len(result.trees) < record_trees:
+                root_token, first = result.token_ids[-1], len(result.token_ids)
+                result.trees.append(TreeRecord(root_token, tokens, parents, path, next_token, first))
+            result.token_ids += block_ids[:kept]
+            result.token_depth += [*range(1, accepted + 1), 0][:kept]
+            num_tokens += kept
+            result.finish_reason = _finish(result.token_ids, eos_token_ids, max_new_tokens, num_tokens, max_positions)
     result.wall_s = clock.now() - begin
     for name in ("prefill", "target", "draft", "draft_forward"):
         setattr(result, f"{name}_s", clock.seconds.get(name, 0.0))
     return result
 
 
+@contextmanager
+def capture_features(target: Target | nn.Module, kind: str | None) -> Iterator[Callable[[slice | Tensor], Any]]:
+    """Hooks for a whole text. Gives a function: rows of the target's last forward -> their features, None without
+    `kind`; `taps` (A, L, D), `final_hidden` (A, D) post-norm.
+    """
+    if kind is None:
+        yield lambda rows: None
+    elif kind == "taps":
+        assert isinstance(target, Target) and target.tap_ids, "an EAGLE-3 head needs a Target with its taps"
+        with target._capture() as captured:
+            yield lambda rows: torch.stack([captured[i][0, rows] for i in target.tap_ids], dim=1)
+    else:
+        assert kind == "final_hidden", kind
+        last: dict[str, Tensor] = {}
+        base_model = (target.model if isinstance(target, Target) else target).base_model
+        handle = base_model.register_forward_hook(lambda module, args, output: last.update(state=output[0]))
+        try:
+            yield lambda rows: last["state"][0, rows]
+        finally:
+            handle.remove()
+
+
+def _tree_arguments(tree: Tree, cache: RollbackCache) -> dict[str, Tensor]:
+    """Positions and mask of root and nodes."""
+    depth = torch.cat((tree.depth.new_zeros(1), tree.depth))  # (M+1,)
+    return {"position_ids": (cache.length + depth)[None], "attention_mask": cache.tree_mask(tree_mask(tree))}
+
+
 def _verify(
-    logits: Tensor,  # (K+1, V)
-    proposal: Proposal,
+    logits: Tensor,  # (M+1, V)
+    tree: Tree,
+    is_chain: bool,
     params: SamplingParams,
     generator: torch.Generator,
-) -> Verdict:
-    tokens = proposal.tokens[None]  # (1, K)
+) -> TreeVerdict:
+    if tree.probs is not None and tree.probs.shape[-1] < logits.shape[-1]:  # ids the draft does not have
+        tree = tree._replace(probs=nn.functional.pad(tree.probs, (0, logits.shape[-1] - tree.probs.shape[-1])))
+    if is_chain:
+        tokens = tree.tokens[None]  # (1, K)
+        if params.is_greedy:
+            verdict = verify_greedy(logits.argmax(-1)[None], tokens)
+        else:
+            draft_probs = None if tree.probs is None else tree.probs[None]
+            verdict = verify_chain(filtered_probs(logits, params)[None], tokens, draft_probs, generator=generator)
+        accepted, next_token = torch.cat(verdict).tolist()
+        return TreeVerdict(list(range(accepted)), next_token)
     if params.is_greedy:
-        return verify_greedy(logits.argmax(-1)[None], tokens)
-    draft_probs = None if proposal.probs is None else proposal.probs[None]  # (1, K, Vd)
-    if draft_probs is not None and draft_probs.shape[-1] < logits.shape[-1]:  # ids the draft does not have
-        draft_probs = nn.functional.pad(draft_probs, (0, logits.shape[-1] - draft_probs.shape[-1]))
-    return verify_chain(filtered_probs(logits, params)[None], tokens, draft_probs, generator=generator)
+        return verify_tree_greedy(logits.argmax(-1), tree)
+    if logits.is_cuda:
+        return verify_tree(filtered_probs(logits, params), tree, generator)
+    # the filters cost as much as the walk, row by row: on a CPU only for the rows that it comes by
+    return verify_tree(lambda row: filtered_probs(logits[row], params), tree, generator)
+
+
+def _deepest(parents: list[int]) -> int:
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(depth[parent] + 1 if parent >= 0 else 1)
+    return max(depth, default=0)
 
 
 def _cut(ids: list[int], eos_token_ids: frozenset[int], budget: int) -> int:

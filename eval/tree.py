@@ -144,62 +144,61 @@ class Candidates(NamedTuple):
 Expand = Callable[[Level, int], Candidates]
 
 
-def grow_static(first: Callable[[int], Candidates], expand: Expand, shape: TreeShape) -> Tree:
-    """The best `children[d]` tokens behind every node at depth d. first: the root's children, n = 1."""
-    drawn = [first(shape.children[0]).tokens.reshape(-1)]
-    structure = _static_structure(shape.children, drawn[0].device)
-    for depth, level in enumerate(structure.levels, start=1):
-        num_children = shape.children[depth]
-        drawn.append(expand(Level(drawn[-1], depth, *level), num_children).tokens.reshape(-1))
-    return Tree(torch.cat(drawn), structure.parents, structure.depth, None, structure.mask)
-
-
-class DynamicTree(NamedTuple):
+class Grown(NamedTuple):
     tree: Tree
-    read_index: Tensor  # (M,) the how-manieth token read each node was, -1 where it was not
+    read_index: Tensor  # (M,) the how-manieth node read each one was, -1 where it was not
 
 
-def grow_dynamic(first: Callable[[int], Candidates], expand: Expand, shape: TreeShape) -> DynamicTree:
+def grow(first: Callable[[int], Candidates], expand: Expand, shape: TreeShape) -> Grown:
+    """Draft a tree level by level. first: gives the root's `k` children, n = 1."""
+    return (_grow_dynamic if shape.kind == "dynamic" else _grow_static)(first, expand, shape)
+
+
+def _grow_static(first: Callable[[int], Candidates], expand: Expand, shape: TreeShape) -> Grown:
+    """The best `children[d]` tokens behind every node at depth d."""
+    children = shape.children or (1,) * shape.depth
+    tokens = [first(children[0]).tokens.reshape(-1)]
+    structure = _static_structure(children, tokens[0].device)
+    for depth, (parent_rows, mask) in enumerate(structure.levels, start=1):
+        tokens.append(expand(Level(tokens[-1], depth, parent_rows, mask), children[depth]).tokens.reshape(-1))
+    tree = Tree(torch.cat(tokens), structure.parents, structure.depth, None, structure.mask)
+    return Grown(tree, structure.read_index)
+
+
+def _grow_dynamic(first: Callable[[int], Candidates], expand: Expand, shape: TreeShape) -> Grown:
     """EAGLE-2: of every level the `top_k` most probable nodes get `top_k` children each; the `total_tokens` most
     probable of all nodes stay. A node's probability is the product along its path, so never above its parent's:
     with ties given to the earlier node, what stays is a tree."""
     candidates = first(shape.top_k)
-    tokens = [candidates.tokens[0]]  # per level (k,) or (k * k,)
+    tokens = [candidates.tokens[0]]  # per level (n * k,)
     scores = [candidates.logprobs[0].clamp_max(0)]
-    device = tokens[0].device
     parents = [torch.full_like(tokens[0], -1)]  # index among all candidates
     read_index = [torch.full_like(tokens[0], -1)]
-    num_before = num_read = 0  # candidates of the levels before; nodes read
-    mask = torch.empty(0, 0, dtype=torch.bool, device=device)
+    device = tokens[0].device
+    num_before = num_read = 0  # candidates of the levels before this one; nodes read
+    mask = torch.empty(1, 0, dtype=torch.bool, device=device)
     for depth in range(1, shape.depth):
         width = min(shape.top_k, len(tokens[-1]))
         best = scores[-1].topk(width).indices  # (n,) within the level
-        if depth == 1:
-            parent_rows = torch.zeros_like(best)
-            seen = mask.new_empty(width, 0)
-        else:
-            parent_rows = best // candidates.tokens.shape[1]
-            seen = mask[parent_rows]
-        mask = torch.cat((seen, torch.eye(width, dtype=torch.bool, device=device)), 1)
+        # children of one parent stand together, the root's as well
+        parent_rows = best // candidates.tokens.shape[1]
+        mask = torch.cat((mask[parent_rows], torch.eye(width, dtype=torch.bool, device=device)), 1)
         read_index[-1][best] = torch.arange(num_read, num_read + width, device=device)
         num_read += width
-        candidates = expand(Level(tokens[-1][best], depth, parent_rows, mask), shape.top_k)  # (n, k)
         of_parents = scores[-1][best, None]  # (n, 1)
-        num_children = candidates.tokens.shape[1]
-        parents.append((num_before + best).repeat_interleave(num_children))
+        candidates = expand(Level(tokens[-1][best], depth, parent_rows, mask), shape.top_k)  # (n, k)
+        parents.append((num_before + best).repeat_interleave(candidates.tokens.shape[1]))
         num_before += len(tokens[-1])
         tokens.append(candidates.tokens.reshape(-1))
         scores.append((of_parents + candidates.logprobs.clamp_max(0)).reshape(-1))
         read_index.append(torch.full_like(tokens[-1], -1))
     all_scores = torch.cat(scores)  # (N,)
-    num_kept = min(shape.total_tokens, len(all_scores))
-    kept = all_scores.argsort(descending=True, stable=True)[:num_kept].sort().values  # (M,)
+    kept = all_scores.argsort(descending=True, stable=True)[: shape.total_tokens].sort().values  # (M,)
     old_parents = torch.cat(parents)[kept]
     new_parents = torch.where(old_parents < 0, -1, torch.searchsorted(kept, old_parents))
-    level_sizes = torch.tensor([len(t) for t in tokens], device=device)
-    depth_of = torch.arange(1, len(tokens) + 1, device=device).repeat_interleave(level_sizes)
-    tree = Tree(torch.cat(tokens)[kept], new_parents, depth_of[kept])
-    return DynamicTree(tree, torch.cat(read_index)[kept])
+    all_depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(tokens, start=1)])
+    tree = Tree(torch.cat(tokens)[kept], new_parents, all_depths[kept])
+    return Grown(tree, torch.cat(read_index)[kept])
 
 
 class _StaticStructure(NamedTuple):
@@ -207,6 +206,7 @@ class _StaticStructure(NamedTuple):
     depth: Tensor
     mask: Tensor  # (M+1, M+1)
     levels: list[tuple[Tensor, Tensor]]  # parent_rows and mask of the levels that are expanded
+    read_index: Tensor
 
 
 @lru_cache(maxsize=64)
@@ -225,11 +225,11 @@ def _static_structure(children: tuple[int, ...], device: torch.device) -> _Stati
     levels, start = [], 0
     for size in sizes[:-1].tolist():
         end = start + size
-        above = tree.parents[start:end]
-        first_above = int(above[0])
-        levels.append(((above - first_above).to(device), mask[1 + start : 1 + end, 1 : 1 + end].to(device)))
+        rows = tree.parents[start:end] - tree.parents[start]
+        levels.append((rows.to(device), mask[1 + start : 1 + end, 1 : 1 + end].to(device)))
         start = end
-    return _StaticStructure(tree.parents.to(device), depth.to(device), mask.to(device), levels)
+    read_index = torch.arange(len(depth)).where(depth < len(children), torch.tensor(-1))
+    return _StaticStructure(tree.parents.to(device), depth.to(device), mask.to(device), levels, read_index.to(device))
 
 
 @lru_cache(maxsize=256)

@@ -113,7 +113,8 @@ class RollbackCache(Cache):
             layer.length = length
 
     def gather(self, start: int, slots: Tensor) -> None:  # slots (A,)
-        """Keep the first `start` tokens, then those at `slots`, in this order (an accepted path of a tree)."""
+        """Keep the first `start` tokens, then those at `slots`, in this order (an accepted path of a tree). In place:
+        static buffers stay where they are."""
         for layer in self.layers:
             layer.keys[:, :, start : start + len(slots)] = layer.keys[:, :, slots]
             layer.values[:, :, start : start + len(slots)] = layer.values[:, :, slots]
@@ -133,6 +134,24 @@ class RollbackCache(Cache):
         rows = self.positions(num_tokens, device)  # (1, T)
         slots = self._positions[:, : self.capacity if self.static else end]  # (1, S)
         return (slots <= rows.T)[None, None]
+
+    def tree_mask(self, visible: Tensor) -> Tensor:  # (T, R) bool -> (1, 1, T, S) bool
+        """Mask of the next T tokens when they are nodes of a tree: all of them see the tokens before the tree, and of
+        the tree's R nodes (those that the cache holds already, then these T) what `visible` says.
+
+        Raises UserError where transformers must build the mask itself.
+        """
+        if not self.own_mask:
+            raise UserError(
+                "decode.methods: trees need full attention by SDPA, and a model here has a sliding window or another "
+                "attention kernel; use chains such as chain_k4"
+            )
+        num_new, num_nodes = visible.shape
+        end = self.length + num_new
+        mask = visible.new_zeros(1, 1, num_new, self.capacity if self.static else end)
+        mask[..., : end - num_nodes] = True
+        mask[..., end - num_nodes : end] = visible
+        return mask
 
 
 def forward_with_cache(

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from eval.drafters import Clock, DraftModelChain, Proposal
+from eval.drafters import Clock, DraftModelChain
 from eval.loop import decode, speculative_decode
 from eval.reference import joint_probs, reference_probs
+from eval.tree import Tree, TreeShape
 from models.errors import UserError
 from models.sampling import SamplingParams
 from models.target import Target
@@ -71,15 +72,14 @@ def test_a_draft_equal_to_the_target_is_accepted_in_every_round(shape, options):
 
 def test_a_draft_that_is_never_right(target):
     class Wrong(DraftModelChain):
-        def propose(self, sequence, draft_len):
-            plain = speculative_decode(target, None, sequence, max_new_tokens=draft_len, eos_token_ids=())
-            self._num_committed, self._num_drafted = len(sequence), 0
-            return Proposal((torch.tensor(plain.token_ids) + 1) % 256, None)
+        def propose(self, sequence, depth):
+            plain = speculative_decode(target, None, sequence, max_new_tokens=depth, eos_token_ids=())
+            return Tree.chain((torch.tensor(plain.token_ids) + 1) % 256)
 
     wrong = Wrong(target, vocab_size=259, params=SamplingParams())
     result = speculative_decode(target, wrong, prompts(1)[0], max_new_tokens=20, eos_token_ids=())
     assert result.alpha == 0 and result.tau == 1
-    assert all(r.drafted == 4 and r.judged == 1 and r.accepted == 0 for r in result.rounds)
+    assert all((r.drafted, r.depth, r.judged, r.accepted) == (4, 4, 1, 0) for r in result.rounds)
 
 
 @pytest.mark.parametrize("draft_shape", ["tiny_llama", "tiny_gpt2"])
@@ -87,18 +87,19 @@ def test_cached_draft_equals_uncached_in_every_round(target, draft, draft_shape)
     """The draft's cache lacks nothing and holds no rejected token, whatever was accepted."""
     model = draft if draft_shape == "tiny_llama" else random_model("tiny_gpt2")
 
-    class Recorded(DraftModelChain):
-        def propose(self, sequence, draft_len):
-            proposal = super().propose(sequence, draft_len)
-            ids = torch.cat((sequence, proposal.tokens))[None]
-            logits = self.model(ids).logits[0, len(sequence) - 1 : -1]
-            torch.testing.assert_close(proposal.probs, logits.softmax(-1), atol=1e-4, rtol=1e-3)
-            self.accepted_counts = getattr(self, "accepted_counts", [])
-            return proposal
+    accepted_counts = []
 
-        def accept(self, num_accepted, next_token):
-            super().accept(num_accepted, next_token)
-            getattr(self, "accepted_counts", []).append(num_accepted)
+    class Recorded(DraftModelChain):
+        def propose(self, sequence, depth):
+            tree = super().propose(sequence, depth)
+            ids = torch.cat((sequence, tree.tokens))[None]
+            logits = self.model(ids).logits[0, len(sequence) - 1 : -1]
+            torch.testing.assert_close(tree.probs, logits.softmax(-1), atol=1e-4, rtol=1e-3)
+            return tree
+
+        def accept(self, path, next_token, features):
+            super().accept(path, next_token, features)
+            accepted_counts.append(len(path))
 
     recorded = Recorded(model, vocab_size=259, params=SamplingParams(1.0))
     for seed, prompt in enumerate(prompts(4)):
@@ -106,7 +107,7 @@ def test_cached_draft_equals_uncached_in_every_round(target, draft, draft_shape)
             target, recorded, prompt, temperature=1.0, max_new_tokens=40, draft_len=3, eos_token_ids=(), seed=seed
         )
     if draft_shape == "tiny_llama":
-        assert set(recorded.accepted_counts) == {0, 1, 2, 3}
+        assert set(accepted_counts) == {0, 1, 2, 3}
 
 
 def test_order_of_prompts_changes_nothing(target, draft):
@@ -168,7 +169,7 @@ def _loop_counts(target, drafter, params, num_draws):
     prompt, generator = torch.tensor(PROMPT), torch.Generator().manual_seed(0)
     for _ in range(num_draws):
         result = decode(
-            target, drafter, prompt, params=params, vocab_size=VOCAB, draft_len=2, max_new_tokens=3,
+            target, drafter, prompt, params=params, vocab_size=VOCAB, shape=TreeShape.chain(2), max_new_tokens=3,
             eos_token_ids=frozenset(), generator=generator,
         )  # fmt: skip
         counts[tuple(result.token_ids)] += 1
@@ -196,11 +197,11 @@ def test_the_loop_with_a_wrong_declared_proposal_is_not():
     """Negative control: an argmax draft that declares its softmax."""
 
     class Wrong(DraftModelChain):
-        def propose(self, sequence, draft_len):
+        def propose(self, sequence, depth):
             self.is_one_hot = True
-            tokens = super().propose(sequence, draft_len).tokens
+            tokens = super().propose(sequence, depth).tokens
             before = torch.stack((sequence[-1], tokens[0]))
-            return Proposal(tokens, self.model.table[torch.stack((sequence[-2], sequence[-1])), before].softmax(-1))
+            return Tree.chain(tokens, self.model.table[torch.stack((sequence[-2], sequence[-1])), before].softmax(-1))
 
     target, draft = _second_order_pair()
     params = SamplingParams(1.0)
@@ -231,9 +232,8 @@ def test_eos_inside_a_block_ends_the_text(target):
 
 def test_a_drafted_eos_that_is_rejected_ends_nothing(target):
     class AlwaysEnds(DraftModelChain):
-        def propose(self, sequence, draft_len):
-            self._num_committed, self._num_drafted = len(sequence), 0
-            return Proposal(torch.full((draft_len,), 258), None)
+        def propose(self, sequence, depth):
+            return Tree.chain(torch.full((depth,), 258))
 
     prompt = prompts(1)[0]
     plain = speculative_decode(target, None, prompt, max_new_tokens=20)
