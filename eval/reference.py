@@ -1,4 +1,4 @@
-"""Reference of filters and of the acceptance rule in numpy and fp64, written for reading, and exact joint
+"""Reference of filters and of the acceptance rules in numpy and fp64, written for reading, and exact joint
 probabilities by enumeration. Tests compare the fast code with it.
 """
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 Probs = Callable[[tuple[int, ...]], np.ndarray]  # prefix -> (V,) probabilities of the next token
+# prefix, its depth in the round's tree -> for each child what it is drawn from, and what it is verified against
+Children = Callable[[tuple[int, ...], int], Sequence[tuple[np.ndarray, np.ndarray]]]
 
 
 def reference_probs(
@@ -61,39 +63,61 @@ def joint_probs(probs: Probs, horizon: int, vocab_size: int) -> np.ndarray:  # (
     return joint
 
 
-def speculative_joint_probs(
-    target: Probs, drawn_from: Probs, declared: Probs, *, draft_len: int, horizon: int, vocab_size: int
+def tree_joint_probs(
+    target: Probs, children: Children, *, horizon: int, vocab_size: int
 ) -> np.ndarray:  # (V,) * horizon
-    """Exact probability of every continuation when tokens are drafted from `drawn_from` and verified as if they came
-    from `declared`. Equals `joint_probs(target, ...)` exactly when the two are the same.
+    """Exact probability of every continuation when trees are drafted and verified round after round. Equals
+    `joint_probs(target, ...)` when every child is verified against what it was drawn from, independently of its
+    siblings.
     """
     joint = np.zeros((vocab_size,) * horizon)
 
-    def follow(committed: tuple[int, ...], num_drafted: int, weight: float) -> None:
-        """Add up every way to go on after `committed`, whose last `num_drafted` tokens this round drafted."""
+    def follow(committed: tuple[int, ...], depth: int, weight: float) -> None:
+        """Add up every way to go on behind `committed`, whose last `depth` tokens are accepted nodes of this round."""
         if weight == 0:
             return
         if len(committed) >= horizon:
             joint[committed[:horizon]] += weight
             return
-        target_probs = target(committed)
-        if num_drafted == draft_len:  # bonus token, then a new round
-            for token in range(vocab_size):
-                follow((*committed, token), 0, weight * target_probs[token])
-            return
-        draft_probs, proposal = declared(committed), drawn_from(committed)
-        residual = reference_residual(target_probs, draft_probs)
-        for drafted in range(vocab_size):
-            if proposal[drafted] == 0:
-                continue
-            ratio = target_probs[drafted] / draft_probs[drafted] if draft_probs[drafted] > 0 else np.inf
-            accept = min(1.0, ratio)
-            follow((*committed, drafted), num_drafted + 1, weight * proposal[drafted] * accept)
-            for token in range(vocab_size):
-                follow((*committed, token), 0, weight * proposal[drafted] * (1 - accept) * residual[token])
+        rest = target(committed)
+        for drawn_from, declared in children(committed, depth):
+            rejected = 0.0
+            for token in np.flatnonzero(drawn_from):
+                accept = min(1.0, rest[token] / declared[token]) if declared[token] > 0 else 1.0
+                follow((*committed, int(token)), depth + 1, weight * drawn_from[token] * accept)
+                rejected += drawn_from[token] * (1 - accept)
+            weight *= rejected
+            rest = reference_residual(rest, declared)
+        for token in range(vocab_size):  # correction or bonus, then a new round
+            follow((*committed, token), 0, weight * rest[token])
 
     follow((), 0, 1.0)
     return joint
+
+
+def reference_tree_outcomes(
+    target_probs: np.ndarray,  # (M+1, V), the root's row first
+    tokens: Sequence[int],  # (M)
+    parents: Sequence[int],
+    probs: np.ndarray | None,  # (M, V) what each was drawn from; None: one-hot
+) -> dict[tuple[tuple[int, ...], int], float]:
+    """Exact probability of every (accepted path, next token) of one drawn tree."""
+    outcomes: dict[tuple[tuple[int, ...], int], float] = {}
+
+    def follow(node: int, path: tuple[int, ...], weight: float) -> None:
+        rest = target_probs[node + 1]
+        for child in (i for i, parent in enumerate(parents) if parent == node):
+            declared = np.eye(len(rest))[tokens[child]] if probs is None else probs[child]
+            accept = min(1.0, rest[tokens[child]] / declared[tokens[child]])
+            follow(child, (*path, child), weight * accept)
+            weight *= 1 - accept
+            rest = reference_residual(rest, declared)
+        for token in np.flatnonzero(rest):
+            if weight > 0:
+                outcomes[path, int(token)] = weight * rest[token]
+
+    follow(-1, (), 1.0)
+    return outcomes
 
 
 def _draw(probs: np.ndarray, uniform: float) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from eval.reference import joint_probs, reference_probs, reference_verify, speculative_joint_probs
+from eval.reference import joint_probs, reference_probs, reference_verify, tree_joint_probs
 from eval.verification import verify_chain, verify_greedy
 from models.sampling import SamplingParams, filtered_probs, sample
 
@@ -135,7 +135,11 @@ def test_the_rule_is_exact_by_enumeration():
 
     expected = joint_probs(p, 2, 3)
     for drawn, declared, is_exact in ((q, q, True), (one_hot, one_hot, True), (one_hot, q, False)):
-        joint = speculative_joint_probs(p, drawn, declared, draft_len=2, horizon=2, vocab_size=3)
+
+        def children(prefix, depth, drawn=drawn, declared=declared):
+            return [(drawn(prefix), declared(prefix))] if depth < 2 else []
+
+        joint = tree_joint_probs(p, children, horizon=2, vocab_size=3)
         np.testing.assert_allclose(joint.sum(), 1, atol=1e-12)
         assert (np.abs(joint - expected).max() < 1e-12) == is_exact
 
