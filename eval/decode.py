@@ -1,9 +1,10 @@
 """The speculative loop against plain decoding: python -m eval.decode [run=NAME | draft=hf draft.id=...]
 
 1. first turns of the benchmark sets, in the target's chat template
-2. per prompt and temperature: plain and speculative decoding in turn (the order alternates), after a warm-up
-3. at temperature 0 both texts are compared; in bf16 near ties may differ, anything else is a failure and said so
-4. figures with intervals -> results.json; counts per prompt -> decode.json; marked texts -> generations.txt
+2. per prompt and temperature: plain decoding and every method in turn (the order alternates), after a warm-up
+3. at temperature 0 texts are compared with the plain one; in bf16 near ties may differ, all else is a failure, and said
+4. figures with intervals -> results.json, acceptance_by_depth.png; counts per prompt -> decode.json; marked texts ->
+   generations.txt and generations.html
 """
 
 import json
@@ -17,25 +18,31 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 from transformers import PreTrainedModel
 
 from data.progress import ProgressBar
 from eval.entry import entry
+from eval.html_view import ROUNDS_DRAWN, html_view, shown_prompts
 from eval.loop import DecodeResult, check_vocabulary, speculative_decode
-from eval.measures import Trial, accepted_histogram, decode_metrics
+from eval.measures import Method, Trial, accepted_histogram, decode_metrics
+from eval.plots import plot_acceptance_by_depth
 from eval.prompts import Prompt, load_prompts, prompts_fingerprint
-from eval.report import print_table
-from eval.results import Metric, make_header, merge_results, write_atomic
+from eval.report import DECODE_COLUMNS, decode_row, print_table
+from eval.results import Metric, make_header, merge_results, read_results, write_atomic
 from eval.run import Pair, load_pair
 from eval.text_view import text_view
+from eval.tree import TreeShape
 from models.errors import UserError
 from models.sampling import SamplingParams
 from models.target import Target
+from models.tiny import byte_tokenizer
 
 NEAR_TIE = 0.5  # logits: bf16 values of 16 to 32 are 0.125 apart, and gaps up to 0.5 were seen to flip
 NEAR_TIE_FP32 = 1e-3
 
-TrialKey = tuple[float, str]  # temperature, method: (0.0, "chain_k4")
+Trials = dict[Method, list[Trial]]  # in the order of prompts
+Differences = dict[Method, list["Difference"]]
 
 
 @dataclass(frozen=True)
@@ -70,79 +77,112 @@ def prompt_seed(prompt: Prompt, seed: int) -> int:
 
 
 def method_name(
-    draft_len: int, draft_sampling: str, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    method: str, draft_sampling: str, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> str:
     """chain_k4, chain_k4_greedy_draft, chain_k4_top_p0.9: what changes the figures of a set and temperature. Filtered
     figures never take the place of unfiltered ones; greedy decoding is the same under every filter."""
-    name = f"chain_k{draft_len}"
     if temperature == 0:
-        return name
-    name += "_greedy_draft" if draft_sampling == "greedy" else ""
-    name += f"_top_k{top_k}" if top_k else ""
-    name += f"_top_p{top_p:g}" if top_p < 1 else ""
-    return name + (f"_min_p{min_p:g}" if min_p else "")
+        return method
+    method += "_greedy_draft" if draft_sampling == "greedy" else ""
+    method += f"_top_k{top_k}" if top_k else ""
+    method += f"_top_p{top_p:g}" if top_p < 1 else ""
+    return method + (f"_min_p{min_p:g}" if min_p else "")
+
+
+def methods_at(
+    temperature: float, methods: Sequence[str], draft_sampling: Sequence[str], **filters: float
+) -> list[Method]:
+    """What is decoded at a temperature: above 0 a chain once for each way of drafting; a tree's tokens are certain."""
+    found = []
+    for shape in map(TreeShape.parse, methods):
+        is_drawn = temperature > 0 and shape.kind == "chain"
+        for kind in draft_sampling if is_drawn else ["probabilistic"]:
+            found.append(Method(temperature, method_name(str(shape), kind, temperature, **filters), shape, kind))
+    return found
 
 
 def decode_trials(
     target: Target,
-    draft: PreTrainedModel,
+    draft: nn.Module,
     prompts: Sequence[Prompt],
     *,
-    draft_len: int,
+    methods: Sequence[str],
     temperatures: Sequence[float],
     draft_sampling: Sequence[str] = ("probabilistic",),
+    plain: bool = True,
     max_new_tokens: int = 96,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int = 0,
-) -> dict[TrialKey, list[Trial]]:
-    """Decode every prompt plainly and by each method, interleaved. draft_len is fixed: no early stop, no schedule."""
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "draft_len": draft_len}
+) -> Trials:
+    """Decode every prompt plainly and by each method, interleaved. Shapes are fixed: no early stop, no schedule.
+
+    plain: False leaves the plain runs out, and with them all that is compared with them.
+    """
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    for temperature in temperatures:
-        warm = options | filters | {"temperature": temperature, "max_new_tokens": min(8, max_new_tokens)}
-        for model in (None, draft):
-            speculative_decode(target, model, prompts[0].token_ids, **warm)
-    trials: dict[TrialKey, list[Trial]] = defaultdict(list)
-    kinds = {t: list(draft_sampling) if t > 0 else list(draft_sampling)[:1] for t in temperatures}
-    total = len(prompts) * sum(1 + len(k) for k in kinds.values())
-    with ProgressBar("decoding", total, "texts") as bar:
+
+    def run(prompt: Prompt, temperature: float, method: Method | None, length: int, num_trees: int) -> DecodeResult:
+        of_method = {} if method is None else {"method": method.shape, "draft_sampling": method.draft_sampling}
+        return speculative_decode(
+            target,
+            None if method is None else draft,
+            prompt.token_ids,
+            temperature=temperature,
+            max_new_tokens=length,
+            seed=prompt_seed(prompt, seed),
+            record_trees=num_trees,
+            **filters,
+            **of_method,
+        )
+
+    runs: dict[float, list[Method | None]] = {
+        t: [*([None] if plain else []), *methods_at(t, methods, draft_sampling, **filters)] for t in temperatures
+    }
+    for temperature, of_temperature in runs.items():
+        for method in of_temperature:
+            run(prompts[0], temperature, method, min(8, max_new_tokens), 0)
+    shown = set(shown_prompts(prompts))
+    trials: Trials = defaultdict(list)
+    with ProgressBar("decoding", len(prompts) * sum(map(len, runs.values())), "texts") as bar:
         for number, prompt in enumerate(prompts):
-            for temperature in temperatures:
-                runs: list[str | None] = [None, *kinds[temperature]]
-                results: dict[str | None, DecodeResult] = {}
-                for kind in runs if number % 2 == 0 else reversed(runs):
-                    results[kind] = speculative_decode(
-                        target,
-                        None if kind is None else draft,
-                        prompt.token_ids,
-                        temperature=temperature,
-                        draft_sampling=kind or "probabilistic",
-                        seed=prompt_seed(prompt, seed),
-                        **options,
-                        **filters,
-                    )
+            for temperature, of_temperature in runs.items():
+                results: dict[Method | None, DecodeResult] = {}
+                for method in of_temperature if number % 2 == 0 else reversed(of_temperature):
+                    num_trees = ROUNDS_DRAWN if number in shown else 0
+                    results[method] = run(prompt, temperature, method, max_new_tokens, num_trees)
                     bar.advance(1)
-                for kind in kinds[temperature]:
-                    trial = Trial(prompt.set_name, prompt.prompt_id, results[None], results[kind])
-                    trials[temperature, method_name(draft_len, kind, temperature, **filters)].append(trial)
+                plain_result = results.pop(None, None)
+                for method in filter(None, of_temperature):
+                    trial = Trial(prompt.set_name, prompt.prompt_id, plain_result, results[method])
+                    trials[method].append(trial)
     return dict(trials)
 
 
-def all_metrics(
-    trials: Mapping[TrialKey, Sequence[Trial]], differences: Sequence[Difference], *, draft_len: int
-) -> dict[str, Metric]:
+def greedy_differences(target: Target, prompts: Sequence[Prompt], trials: Trials) -> Differences:
+    """Where greedy texts part from the plain ones, for each method that was decoded beside plain runs."""
+    return {
+        method: [
+            difference
+            for prompt, trial in zip(prompts, of_method)
+            if (difference := first_difference(target, prompt, trial.plain.token_ids, trial.ours.token_ids))
+        ]
+        for method, of_method in trials.items()
+        if method.temperature == 0 and of_method[0].plain is not None
+    }
+
+
+def all_metrics(trials: Trials, differences: Differences) -> dict[str, Metric]:
     """Figures of every set and of all sets together, `tau/mt_bench/T0/chain_k4`."""
     metrics: dict[str, Metric] = {}
-    for (temperature, method), of_method in trials.items():
+    for method, of_method in trials.items():
         sets = list(dict.fromkeys(trial.set_name for trial in of_method))
         for name in [*sets, "all"] if len(sets) > 1 else sets:
             chosen = [t for t in of_method if name in (t.set_name, "all")]
-            where = f"{name}/T{temperature:g}/{method}"
-            metrics |= decode_metrics(chosen, draft_len=draft_len, suffix=where)
-            if temperature == 0:
-                parted = [d for d in differences if name in (d.prompt.split("/")[0], "all")]
+            where = f"{name}/{method.key}"
+            metrics |= decode_metrics(chosen, shape=method.shape, suffix=where)
+            if method in differences:
+                parted = [d for d in differences[method] if name in (d.prompt.split("/")[0], "all")]
                 counts = {
                     "greedy_differences": len(parted),
                     "greedy_failures": sum(d.is_failure for d in parted),
@@ -155,16 +195,17 @@ def all_metrics(
 def decode_pair(
     pair: Pair, decode: Mapping[str, Any], *, output_root: str | Path, overwrite: bool = False
 ) -> dict[str, Metric]:
-    """Evaluate a pair by the keys of conf/decode, print a table and texts, write results.json, decode.json and
-    generations.txt into `output_root/<name>/`, and return the figures.
+    """Evaluate a pair by the keys of conf/decode, print a table and texts, write the files of the module's first lines
+    into `output_root/<name>/`, and return the figures.
 
     Raises UserError for bad settings and unknown sets.
     """
+    check_decode(decode)
     options = dict(decode)
     sets, num_prompts = options.pop("sets"), options.pop("num_prompts")
     target, draft = pair.target, pair.draft
-    check_decode(options)
-    check_vocabulary(target, draft)
+    if isinstance(draft, PreTrainedModel):
+        check_vocabulary(target, draft)
     prompts = load_prompts(sets, target.tokenizer, num_prompts=num_prompts)
     too_long = [p for p in prompts if len(p.token_ids) >= target.max_positions]
     if too_long:
@@ -173,15 +214,8 @@ def decode_pair(
         if not prompts:
             raise UserError(f"decode.sets={list(sets)}: every prompt is longer than {target.max_positions} tokens")
     trials = decode_trials(target, draft, prompts, **options)
-    differences = [
-        difference
-        for (temperature, _), of_method in trials.items()
-        if temperature == 0
-        for prompt, trial in zip(prompts, of_method)
-        if (difference := first_difference(target, prompt, trial.plain.token_ids, trial.ours.token_ids))
-    ]
-    draft_len = options["draft_len"]
-    metrics = all_metrics(trials, differences, draft_len=draft_len)
+    differences = greedy_differences(target, prompts, trials)
+    metrics = all_metrics(trials, differences)
 
     folder = Path(output_root) / pair.name
     header = make_header(
@@ -191,98 +225,105 @@ def decode_pair(
         draft=pair.draft_fingerprint,
         data={"prompts": prompts_fingerprint(prompts)},
     )
+    title = f"{pair.draft_name} for {target.name}"
     merge_results(folder / "results.json", header, metrics, overwrite=overwrite)
-    write_atomic(folder / "decode.json", json.dumps(_counts(decode, trials, differences, draft_len), indent=1) + "\n")
+    write_atomic(folder / "decode.json", json.dumps(_counts(decode, trials, differences), indent=1) + "\n")
     view = text_view(target.tokenizer, prompts, trials)
     write_atomic(folder / "generations.txt", view.full)
+    write_atomic(folder / "generations.html", html_view(target.tokenizer, prompts, trials, title=title))
+    written = ["results.json", "decode.json", "generations.txt", "generations.html"]
+    merged = read_results(folder / "results.json")["metrics"]  # those of earlier calls too
+    if any(key.startswith("alpha_at_depth/") for key in merged):
+        written.append(plot_acceptance_by_depth(merged, folder / "acceptance_by_depth.png", title=title).name)
     print(view.short)
-    print_decode_table(pair.draft_name, target.name, trials, metrics)
+    print_decode_table(title, metrics)
+    if not options["plain"]:
+        print(
+            "decode: decode.plain=false, so no speed-up is measured and no greedy text compared with the target's own"
+        )
     _print_differences(differences, len(prompts))
     fallback = sum(trial.ours.fallback_steps for of_method in trials.values() for trial in of_method)
     if fallback:
         print(f"decode: {fallback} plain steps where the draft's or the target's positions ran out (not in alpha)")
-    for name in ("results.json", "decode.json", "generations.txt"):
+    for name in written:
         print(folder / name)
     return metrics
 
 
-def check_decode(options: Mapping[str, Any]) -> None:
-    """Raises UserError, naming the key, before anything is decoded."""
-    known = {"draft_len", "temperatures", "draft_sampling", "max_new_tokens", "top_k", "top_p", "min_p", "seed"}
-    for key in options:
+def check_decode(decode: Mapping[str, Any]) -> None:
+    """Raises UserError, naming the key, before anything is loaded or decoded."""
+    known = {
+        "sets", "num_prompts", "methods", "temperatures", "draft_sampling", "plain", "max_new_tokens", "top_k", "top_p",
+        "min_p", "seed",
+    }  # fmt: skip
+    for key in decode:
         if key not in known:
             raise UserError(f"decode.{key}: unknown key; use {', '.join(sorted(known))}")
-    for key in ("temperatures", "draft_sampling"):
-        if isinstance(options[key], str | int | float) or not options[key]:
-            raise UserError(f"decode.{key}={options[key]}: give a list, for example [{options[key] or ''}]")
-    for temperature in options["temperatures"]:
-        SamplingParams.of(temperature=temperature, **{key: options[key] for key in ("top_k", "top_p", "min_p")})
-    for kind in options["draft_sampling"]:
+    for key in ("methods", "temperatures", "draft_sampling"):
+        if isinstance(decode[key], str | int | float) or not decode[key]:
+            raise UserError(f"decode.{key}={decode[key]}: give a list, for example [{decode[key] or ''}]")
+    shapes = [str(TreeShape.parse(name)) for name in decode["methods"]]
+    if repeated := {name for name in shapes if shapes.count(name) > 1}:
+        raise UserError(f"decode.methods={list(decode['methods'])}: {min(repeated)} stands there twice; leave one out")
+    for temperature in decode["temperatures"]:
+        SamplingParams.of(temperature=temperature, **{key: decode[key] for key in ("top_k", "top_p", "min_p")})
+    for kind in decode["draft_sampling"]:
         if kind not in ("probabilistic", "greedy"):
             raise UserError(f"decode.draft_sampling={kind}: unknown; use probabilistic or greedy")
-    for key in ("draft_len", "max_new_tokens"):
-        if options[key] < 1:
-            raise UserError(f"decode.{key}={options[key]}: must be 1 or more")
+    if decode["max_new_tokens"] < 1:
+        raise UserError(f"decode.max_new_tokens={decode['max_new_tokens']}: must be 1 or more")
+    load_prompts(decode["sets"], byte_tokenizer(), num_prompts=decode["num_prompts"])
 
 
-def print_decode_table(
-    draft_name: str, target_name: str, trials: Mapping[TrialKey, Sequence[Trial]], metrics: Mapping[str, Metric]
-) -> None:
-    rows = []
-    suffixes = [key.removeprefix("tau/") for key in metrics if key.startswith("tau/")]
-    for suffix in suffixes:
-
-        def show(name: str, suffix: str = suffix) -> str:
-            return str(metrics.get(f"{name}/{suffix}", "-"))
-
-        speedup = metrics[f"speedup/{suffix}"]
-        verdict = f"{speedup} slower" if speedup.value < 1 else str(speedup)
-        rates = [f"{metrics[f'{kind}_tokens_per_s/{suffix}'].value:.1f}" for kind in ("plain", "spec")]
-        predicted = metrics.get(f"predicted_speedup/{suffix}")
-        predicted_text = "-" if predicted is None else f"{predicted.value:.2f}"
-        rows.append((suffix, show("alpha"), show("tau"), *rates, verdict, predicted_text))
+def print_decode_table(title: str, metrics: Mapping[str, Metric]) -> None:
     print_table(
-        f"Decoding {target_name} with {draft_name}: figures [95 % interval over prompts]",
-        ("set / temperature / method", "alpha", "tau", "plain tok/s", "spec tok/s", "speed-up", "predicted"),
-        rows,
+        f"Decoding with {title}: figures [95 % interval over prompts]",
+        ("set / temperature / method", *DECODE_COLUMNS),
+        [
+            (where, *decode_row(metrics, where))
+            for where in (key.removeprefix("tau/") for key in metrics if key.startswith("tau/"))
+        ],
     )
 
 
-def _print_differences(differences: Sequence[Difference], num_prompts: int) -> None:
-    near_ties = [d for d in differences if not d.is_failure]
-    if near_ties:
-        widest = max(near_ties, key=lambda d: d.gap)
-        print(
-            f"greedy texts: {len(near_ties)} of {num_prompts} prompts part from plain decoding at a near tie; "
-            f"the widest top-2 gap of the target is {widest.gap:.3f}, {widest.prompt} token {widest.index}"
-        )
-    failures = [d for d in differences if d.is_failure]
-    for d in failures:
-        print(f"FAILURE: greedy texts differ: {d.prompt}, token {d.index}, top-2 gap of the target {d.gap:.3f}")
-    if failures:
-        print(f"!!! {len(failures)} of {num_prompts} prompts: greedy text is NOT the target's; this is a defect !!!")
+def _print_differences(differences: Differences, num_prompts: int) -> None:
+    for method, of_method in differences.items():
+        near_ties = [d for d in of_method if not d.is_failure]
+        if near_ties:
+            widest = max(near_ties, key=lambda d: d.gap)
+            print(
+                f"greedy texts, {method.name}: {len(near_ties)} of {num_prompts} prompts part from plain decoding at a "
+                f"near tie; the widest top-2 gap of the target is {widest.gap:.3f}, {widest.prompt} token "
+                f"{widest.index}"
+            )
+        failures = [d for d in of_method if d.is_failure]
+        for d in failures:
+            print(
+                f"FAILURE: greedy texts differ: {method.name}, {d.prompt}, token {d.index}, top-2 gap of the target "
+                f"{d.gap:.3f}"
+            )
+        if failures:
+            print(
+                f"!!! {method.name}: {len(failures)} of {num_prompts} prompts: greedy text is NOT the target's; "
+                "this is a defect !!!"
+            )
 
 
-def _counts(
-    settings: Mapping[str, Any],
-    trials: Mapping[TrialKey, Sequence[Trial]],
-    differences: Sequence[Difference],
-    draft_len: int,
-) -> dict[str, Any]:
+def _counts(settings: Mapping[str, Any], trials: Trials, differences: Differences) -> dict[str, Any]:
     """What decode.json holds: settings, histograms of accepted lengths, counts and seconds per prompt."""
     methods = {}
-    for (temperature, method), of_method in trials.items():
+    for method, of_method in trials.items():
         sets = dict.fromkeys(trial.set_name for trial in of_method)
-        methods[f"T{temperature:g}/{method}"] = {
+        methods[method.key] = {
             "accepted_histogram": {
-                name: accepted_histogram([t for t in of_method if t.set_name == name], draft_len=draft_len)
+                name: accepted_histogram([t for t in of_method if t.set_name == name], depth=method.shape.depth)
                 for name in sets
             },
             "prompts": [
                 {
                     "prompt": f"{t.set_name}/{t.prompt_id}",
                     "rounds": [[r.drafted, r.judged, r.accepted, r.accepted_uncut] for r in t.ours.rounds],
-                    "plain": _summary(t.plain),
+                    "plain": None if t.plain is None else _summary(t.plain),
                     "speculative": _summary(t.ours),
                 }
                 for t in of_method
@@ -291,9 +332,9 @@ def _counts(
     early_stop = {"confidence_threshold": None, "draft_len_schedule": "constant"}
     return {
         "settings": {**settings, **early_stop},
-        "rounds": "[drafted, judged, accepted, accepted before EOS and length cuts]",
+        "rounds": "[drafted, depths judged, accepted, accepted before EOS and length cuts]",
         "methods": methods,
-        "greedy_differences": [asdict(d) for d in differences],
+        "greedy_differences": {method.key: [asdict(d) for d in parted] for method, parted in differences.items()},
     }
 
 
@@ -305,6 +346,7 @@ def _summary(result: DecodeResult) -> dict[str, Any]:
 @entry("decode")
 def main(cfg: DictConfig) -> None:
     decode = OmegaConf.to_container(cfg.decode, resolve=True)
+    check_decode(decode)
     pair = load_pair(cfg, HydraConfig.get().overrides.task)
     decode_pair(pair, decode, output_root=cfg.output_root, overwrite=cfg.overwrite)
 

@@ -1,14 +1,21 @@
 """From decoded prompts to figures. Every figure is a function of per-prompt sums, so that one bootstrap over prompts
 gives all intervals.
 
-    alpha           accepted / judged drafted tokens
-    alpha_at_depth  accepted at depth d / rounds whose token at depth d was judged
+    alpha           accepted / judged drafted tokens; chains only
+    alpha_at_depth  accepted at depth d / rounds that reached depth d: all before it were accepted, and the draft
+                    offered something there
+    survival_at_depth  rounds that accepted d tokens or more, before any cut / rounds; tau_uncut is 1 + their sum
     tau             (emitted - 1) / rounds; tau_prompt_mean: mean over prompts; tau_uncut: 1 + accepted_uncut / rounds
-    tau_formula     (1 - alpha^(K+1)) / (1 - alpha); tau_from_depths: 1 + sum of cumulative products of alpha_at_depth
+    tau_formula     (1 - alpha^(K+1)) / (1 - alpha); chains only
+    tau_from_depths 1 + sum of cumulative products of alpha_at_depth: above tau_uncut for a tree with branches that
+                    end early, as rounds accepted to such an end never reached the next depth
+    tree_nodes      drafted tokens a round
     speedup         plain seconds a token / speculative seconds a token, prefill included
     draft_cost      draft seconds a round / plain target step; verify_cost: target seconds a round / plain target step
-    predicted_speedup  tau_formula / (1 + draft_cost) (Leviathan et al. 2023, theorem 3.8)
+    predicted_speedup  tau / (verify_cost + draft_cost): that of the rounds, without prefill and loop
     loop_overhead   share of the speculative time outside the prefill that is outside the forwards of target and draft
+
+Without plain runs, what is relative to them (speedup, both costs, predicted_speedup) is left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,28 +26,43 @@ import numpy as np
 from eval.loop import DecodeResult
 from eval.results import Metric
 from eval.stats import bootstrap_ci
+from eval.tree import TreeShape
 
 Sums = dict[str, np.ndarray]  # column -> sum over prompts, of shape () or (n,) for n resamples
 
 
 @dataclass(frozen=True)
+class Method:
+    """One way of decoding. `name` tells all of it but the temperature: chain_k4_greedy_draft, dynamic_d5_k10_n16."""
+
+    temperature: float
+    name: str
+    shape: TreeShape
+    draft_sampling: str
+
+    @property
+    def key(self) -> str:
+        return f"T{self.temperature:g}/{self.name}"
+
+
+@dataclass(frozen=True)
 class Trial:
-    """One prompt decoded twice by the same engine."""
+    """One prompt decoded by a method, and plainly by the same engine (None: no plain run was asked for)."""
 
     set_name: str
     prompt_id: str
-    plain: DecodeResult
+    plain: DecodeResult | None
     ours: DecodeResult
 
 
-def decode_metrics(trials: Sequence[Trial], *, draft_len: int, suffix: str) -> dict[str, Metric]:
+def decode_metrics(trials: Sequence[Trial], *, shape: TreeShape, suffix: str) -> dict[str, Metric]:
     """All figures of one set, temperature and method; keys end in `suffix`: `mt_bench/T0/chain_k4`.
 
     Figures without a value (no drafted token was judged, ...) are left out.
     """
-    columns = _columns(trials, draft_len)
+    columns = _columns(trials, shape.depth)
     metrics = {}
-    for name, figure in _figures(draft_len).items():
+    for name, figure in _figures(shape, has_plain="plain_steps" in columns).items():
         metric = _bootstrap(columns, figure, len(trials))
         if metric is not None:
             metrics[f"{name}/{suffix}"] = metric
@@ -53,9 +75,9 @@ def decode_metrics(trials: Sequence[Trial], *, draft_len: int, suffix: str) -> d
     return metrics
 
 
-def accepted_histogram(trials: Sequence[Trial], *, draft_len: int) -> list[int]:
-    """Rounds by accepted drafted tokens 0 .. K, before any cut; sums to rounds."""
-    counts = np.bincount([r.accepted_uncut for t in trials for r in t.ours.rounds], minlength=draft_len + 1)
+def accepted_histogram(trials: Sequence[Trial], *, depth: int) -> list[int]:
+    """Rounds by accepted drafted tokens 0 .. depth, before any cut; sums to rounds."""
+    counts = np.bincount([r.accepted_uncut for t in trials for r in t.ours.rounds], minlength=depth + 1)
     return counts.tolist()
 
 
@@ -65,13 +87,15 @@ def repeated_4gram_share(token_ids: Sequence[int]) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def _columns(trials: Sequence[Trial], draft_len: int) -> dict[str, np.ndarray]:  # column -> (P,)
+def _columns(trials: Sequence[Trial], max_depth: int) -> dict[str, np.ndarray]:  # column -> (P,)
     rows = []
+    has_plain = all(trial.plain is not None for trial in trials)
     for trial in trials:
-        plain, ours = trial.plain, trial.ours
+        ours = trial.ours
         row = {
             "tokens": len(ours.token_ids),
             "rounds": len(ours.rounds),
+            "drafted": sum(r.drafted for r in ours.rounds),
             "accepted": sum(r.accepted for r in ours.rounds),
             "judged": sum(r.judged for r in ours.rounds),
             "accepted_uncut": sum(r.accepted_uncut for r in ours.rounds),
@@ -81,20 +105,23 @@ def _columns(trials: Sequence[Trial], draft_len: int) -> dict[str, np.ndarray]: 
             "overhead": ours.overhead_s,
             "draft": ours.draft_s,
             "target": ours.target_s,
-            "plain_tokens": len(plain.token_ids),
-            "plain_seconds": plain.wall_s,
-            "plain_steps": len(plain.rounds),
-            "plain_target": plain.target_s,
         }
-        for depth in range(1, draft_len + 1):
+        if has_plain:
+            plain = trial.plain
+            row["plain_tokens"] = len(plain.token_ids)
+            row["plain_seconds"] = plain.wall_s
+            row["plain_steps"] = len(plain.rounds)
+            row["plain_target"] = plain.target_s
+        for depth in range(1, max_depth + 1):
             row[f"judged_{depth}"] = sum(r.judged >= depth for r in ours.rounds)
             row[f"accepted_{depth}"] = sum(r.accepted >= depth for r in ours.rounds)
+            row[f"survived_{depth}"] = sum(r.accepted_uncut >= depth for r in ours.rounds)
         rows.append(row)
     return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}
 
 
-def _figures(draft_len: int) -> dict[str, Callable[[Sums], np.ndarray]]:
-    depths = range(1, draft_len + 1)
+def _figures(shape: TreeShape, *, has_plain: bool) -> dict[str, Callable[[Sums], np.ndarray]]:
+    depths = range(1, shape.depth + 1)
 
     def alpha(s: Sums) -> np.ndarray:
         return s["accepted"] / s["judged"]
@@ -108,23 +135,37 @@ def _figures(draft_len: int) -> dict[str, Callable[[Sums], np.ndarray]]:
         return 1 + np.cumprod(np.stack(chances), axis=0).sum(0)
 
     def formula(s: Sums) -> np.ndarray:
-        return sum(alpha(s) ** k for k in range(draft_len + 1))  # the geometric sum: K + 1 at alpha = 1
+        return sum(alpha(s) ** k for k in range(shape.depth + 1))  # the geometric sum: K + 1 at alpha = 1
+
+    def tau(s: Sums) -> np.ndarray:
+        return s["after_prefill"] / s["rounds"]
 
     def draft_cost(s: Sums) -> np.ndarray:
         return s["draft"] / s["rounds"] / (s["plain_target"] / s["plain_steps"])
 
-    return {
-        "alpha": alpha,
-        **{f"alpha_at_depth/d{depth}": lambda s, depth=depth: at_depth(s, depth) for depth in depths},
-        "tau": lambda s: s["after_prefill"] / s["rounds"],
-        "tau_uncut": lambda s: 1 + s["accepted_uncut"] / s["rounds"],
-        "tau_formula": formula,
-        "tau_from_depths": from_depths,
+    def verify_cost(s: Sums) -> np.ndarray:
+        return s["target"] / s["rounds"] / (s["plain_target"] / s["plain_steps"])
+
+    of_chains = {"alpha": alpha, "tau_formula": formula}
+    relative_to_plain = {
         "speedup": lambda s: s["plain_seconds"] / s["plain_tokens"] / (s["seconds"] / s["tokens"]),
-        "predicted_speedup": lambda s: formula(s) / (1 + draft_cost(s)),
+        "predicted_speedup": lambda s: tau(s) / (verify_cost(s) + draft_cost(s)),
         "draft_cost": draft_cost,
-        "verify_cost": lambda s: s["target"] / s["rounds"] / (s["plain_target"] / s["plain_steps"]),
+        "verify_cost": verify_cost,
         "plain_tokens_per_s": lambda s: s["plain_tokens"] / s["plain_seconds"],
+    }
+    return {
+        **(of_chains if shape.kind == "chain" else {}),
+        **{f"alpha_at_depth/d{depth}": lambda s, depth=depth: at_depth(s, depth) for depth in depths},
+        **{
+            f"survival_at_depth/d{depth}": lambda s, depth=depth: s[f"survived_{depth}"] / s["rounds"]
+            for depth in depths
+        },
+        "tau": tau,
+        "tau_uncut": lambda s: 1 + s["accepted_uncut"] / s["rounds"],
+        "tau_from_depths": from_depths,
+        "tree_nodes": lambda s: s["drafted"] / s["rounds"],
+        **(relative_to_plain if has_plain else {}),
         "spec_tokens_per_s": lambda s: s["tokens"] / s["seconds"],
         "loop_overhead": lambda s: s["overhead"] / s["loop_seconds"],
     }

@@ -1,4 +1,5 @@
-"""PNG plots of a run: loss, acceptance on held-out rows while training, acceptance by depth in the decode loop."""
+"""PNG plots of a run: loss, acceptance on held-out rows while training, acceptance by depth in the decode loop,
+of one method by set and of all methods beside one another."""
 
 import csv
 import re
@@ -16,7 +17,10 @@ from models.errors import UserError
 # Okabe and Ito's palette: told apart by colour-blind readers too. Markers and dashes differ as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES = ("-", "--", ":")
 DPI = 130
+
+Point = tuple[int, float, float, float]  # depth, value, low, high
 
 
 def read_metrics_csv(path: str | Path) -> dict[str, np.ndarray]:
@@ -85,22 +89,35 @@ def plot_val_alpha(
     return _save(figure, axes, path)
 
 
-def alpha_by_depth(
-    metrics: Mapping[str, Mapping[str, Any]],
-) -> dict[str, dict[str, list[tuple[int, float, float, float]]]]:
-    """From the metrics of a results file: "T0, chain_k4" -> set -> [(depth, value, low, high), ...]."""
-    panels: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+def by_depth(metrics: Mapping[str, Mapping[str, Any]], figure: str) -> dict[tuple[str, str, str], list[Point]]:
+    """From the metrics of a results file, `figure/d2/gsm8k/T0/chain_k4`: (set, temperature, method) -> points."""
+    curves: dict[tuple[str, str, str], list[Point]] = defaultdict(list)
     for key, metric in metrics.items():
-        parts = key.split("/")
-        if parts[0] != "alpha_at_depth" or metric["value"] is None:
+        match = re.fullmatch(rf"{figure}/d(\d+)/([^/]+)/([^/]+)/([^/]+)", key)
+        if match is None or metric["value"] is None:
             continue
-        depth = next((part for part in parts[1:] if re.fullmatch(r"d?\d+", part)), None)
-        if depth is None:
-            continue
-        name, *where = [part for part in parts[1:] if part is not depth]
         low, high = metric["ci95"] if metric["ci95"] and None not in metric["ci95"] else (metric["value"],) * 2
-        panels[", ".join(where)][name].append((int(depth.lstrip("d")), metric["value"], low, high))
-    return {panel: {name: sorted(points) for name, points in sets.items()} for panel, sets in panels.items()}
+        curves[match[2], match[3], match[4]].append((int(match[1]), metric["value"], low, high))
+    return {where: sorted(points) for where, points in curves.items()}
+
+
+def alpha_by_depth(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[Point]]]:
+    """Panels of `alpha_by_depth.png`: "T0, chain_k4" -> set -> points."""
+    panels: dict[str, dict[str, list[Point]]] = defaultdict(dict)
+    for (name, temperature, method), points in by_depth(metrics, "alpha_at_depth").items():
+        panels[f"{temperature}, {method}"][name] = points
+    return dict(panels)
+
+
+def acceptance_by_depth(metrics: Mapping[str, Mapping[str, Any]], figure: str) -> dict[str, dict[str, list[Point]]]:
+    """Panels of `acceptance_by_depth.png`: "T0" -> method -> points, over all sets together (or the only one)."""
+    curves = by_depth(metrics, figure)
+    pooled = {where[1:] for where in curves if where[0] == "all"}
+    panels: dict[str, dict[str, list[Point]]] = defaultdict(dict)
+    for (name, temperature, method), points in sorted(curves.items()):
+        if name == "all" or (temperature, method) not in pooled:
+            panels[temperature][method] = points
+    return dict(panels)
 
 
 def plot_alpha_by_depth(metrics: Mapping[str, Mapping[str, Any]], path: str | Path, *, title: str) -> Path:
@@ -109,28 +126,57 @@ def plot_alpha_by_depth(metrics: Mapping[str, Mapping[str, Any]], path: str | Pa
     panels = alpha_by_depth(metrics)
     if not panels:
         raise UserError("results.json: no alpha_at_depth in it; run eval.decode first")
-    figure = Figure(figsize=(max(6.4, 4.6 * len(panels)), 4.6), dpi=DPI, layout="constrained")
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (panel, sets) in zip(grid, panels.items()):
-        for i, (name, points) in enumerate(sets.items()):
-            depth, value, low, high = np.asarray(points).T
-            shift = (i - (len(sets) - 1) / 2) * 0.08  # intervals of several sets side by side
-            axes.errorbar(
-                depth + shift, value, yerr=np.abs([value - low, high - value]), color=COLOURS[i % 6],
-                marker=MARKERS[i % 6], capsize=3, linewidth=1.5, label=name,
-            )  # fmt: skip
-        depths = sorted({point[0] for points in sets.values() for point in points})
-        axes.set(title=panel, xlabel="depth of the drafted token", xticks=depths, ylim=(0, 1.02))
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    grid[0].set_ylabel("accepted / rounds that reached the depth")
-    grid[0].legend(frameon=False)
+    num_columns = min(3, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    figure = Figure(figsize=(max(6.4, 4.6 * num_columns), 0.6 + 4.0 * num_rows), dpi=DPI, layout="constrained")
+    grid = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (panel, sets) in zip(grid.flat, panels.items()):
+        _by_depth(axes, sets)
+        axes.set(title=panel, xlabel="depth of the drafted token")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("accepted / rounds that reached the depth")
+    grid[0, 0].legend(frameon=False)
+    figure.suptitle(f"{title}\nacceptance by depth, 95 % intervals over prompts", fontsize=11)
+    return _write(figure, path)
+
+
+def plot_acceptance_by_depth(metrics: Mapping[str, Mapping[str, Any]], path: str | Path, *, title: str) -> Path:
+    """Methods compared, a column for each temperature. Above: of the rounds that reached a depth, the share that
+    accepted a token there. Below: the share of all rounds that accepted so many tokens; their sum is tau - 1.
+
+    95 % intervals over prompts. UserError when the results hold no `alpha_at_depth`.
+    """
+    figures = {
+        "alpha_at_depth": "accepted at depth d /\nrounds that reached it",
+        "survival_at_depth": "rounds that accepted\nd tokens or more / rounds",
+    }
+    panels = {name: acceptance_by_depth(metrics, name) for name in figures}
+    temperatures = sorted(panels["alpha_at_depth"], key=lambda name: float(name.removeprefix("T")))
+    if not temperatures:
+        raise UserError("results.json: no alpha_at_depth in it; run eval.decode first")
+    methods = list(dict.fromkeys(name for sets in panels["alpha_at_depth"].values() for name in sets))
+    styles = {name: i for i, name in enumerate(methods)}
+    figure = Figure(figsize=(max(6.8, 5.0 * len(temperatures)), 7.4), dpi=DPI, layout="constrained")
+    grid = figure.subplots(2, len(temperatures), sharey="row", sharex="col", squeeze=False)
+    for row, (name, label) in zip(grid, figures.items()):
+        row[0].set_ylabel(label)
+        for axes, temperature in zip(row, temperatures):
+            _by_depth(axes, panels[name].get(temperature, {}), styles)
+    for top, bottom, temperature in zip(*grid, temperatures):
+        top.set_title(f"temperature {temperature.removeprefix('T')}", fontsize=11)
+        bottom.set_xlabel("depth d of the drafted token")
+    handles = {label: handle for axes in grid[0] for handle, label in zip(*axes.get_legend_handles_labels())}
+    handles = {name: handles[name] for name in methods}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False)
     figure.suptitle(f"{title}\nacceptance by depth, 95 % intervals over prompts", fontsize=11)
     return _write(figure, path)
 
 
 def plot_run(metrics_csv: str | Path, results: Mapping[str, Any], out_dir: str | Path, *, title: str) -> list[Path]:
-    """All plots of a run that its files allow: loss.png, val_alpha.png, alpha_by_depth.png."""
+    """All plots of a run that its files allow: loss.png, val_alpha.png, alpha_by_depth.png and
+    acceptance_by_depth.png."""
     out_dir, paths = Path(out_dir), []
     if Path(metrics_csv).is_file() and "train/loss" in (columns := read_metrics_csv(metrics_csv)):
         metric = results["metrics"].get("alpha_expected/held_out/T1")
@@ -141,7 +187,25 @@ def plot_run(metrics_csv: str | Path, results: Mapping[str, Any], out_dir: str |
         )
     if alpha_by_depth(results["metrics"]):
         paths.append(plot_alpha_by_depth(results["metrics"], out_dir / "alpha_by_depth.png", title=title))
+        paths.append(plot_acceptance_by_depth(results["metrics"], out_dir / "acceptance_by_depth.png", title=title))
     return paths
+
+
+def _by_depth(axes: Axes, curves: Mapping[str, Sequence[Point]], styles: Mapping[str, int] | None = None) -> None:
+    """Curves with intervals, side by side. styles: the colour of each name, by default in order."""
+    for i, (name, points) in enumerate(curves.items()):
+        depth, value, low, high = np.asarray(points).T
+        style = i if styles is None else styles[name]
+        shift = (i - (len(curves) - 1) / 2) * min(0.08, 0.5 / len(curves))
+        axes.errorbar(
+            depth + shift, value, yerr=np.abs([value - low, high - value]), color=COLOURS[style % 6],
+            marker=MARKERS[style % 6], linestyle=DASHES[style // 6 % 3], capsize=3, linewidth=1.5, label=name,
+        )  # fmt: skip
+    axes.set_ylim(0, 1.02)
+    if curves:
+        axes.set_xticks(sorted({point[0] for points in curves.values() for point in points}))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _figure() -> tuple[Figure, Axes]:

@@ -22,6 +22,31 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     console.print(table)
 
 
+DECODE_COLUMNS = ("alpha", "tau", "nodes", "plain tok/s", "spec tok/s", "speed-up", "predicted")
+
+
+def decode_row(metrics: Mapping[str, Metric], where: str) -> tuple[str, ...]:
+    """Cells under DECODE_COLUMNS of one set, temperature and method; where: `mt_bench/T0/chain_k4`. What was not
+    measured is a dash, and a slow-down says so."""
+
+    def cell(name: str, form: str | None = None) -> str:
+        metric = metrics.get(f"{name}/{where}")
+        if metric is None:
+            return "-"
+        return format(metric.value, form) if form else str(metric)
+
+    speedup = metrics.get(f"speedup/{where}")
+    return (
+        cell("alpha"),
+        cell("tau"),
+        cell("tree_nodes", ".1f"),
+        cell("plain_tokens_per_s", ".1f"),
+        cell("spec_tokens_per_s", ".1f"),
+        cell("speedup") + (" slower" if speedup is not None and speedup.value < 1 else ""),
+        cell("predicted_speedup", ".2f"),
+    )
+
+
 def print_metrics(title: str, metrics: Mapping[str, Metric], note: str | None = None) -> None:
     """Every metric with its 95 % interval and the number of rows or prompts behind it."""
     rows = [(key, f"{m.value:.4g}", _interval(m), str(m.n)) for key, m in metrics.items()]

@@ -1,11 +1,11 @@
-"""Generations to read, the drafted tokens that the target accepted marked."""
+"""Generations to read on the terminal, the drafted tokens that the target accepted marked."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from eval.measures import Trial
+from eval.measures import Method, Trial
 from eval.prompts import Prompt
 
 OPEN, CLOSE = "⟦", "⟧"
@@ -13,41 +13,57 @@ LEGEND = f"{OPEN}drafted and accepted{CLOSE}; unmarked: the target's own (first,
 
 
 class TextView(NamedTuple):
-    short: str  # one text per temperature and method
-    full: str  # one per set, temperature and method
+    short: str  # one text per method
+    full: str  # one per set and method
 
 
 def text_view(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    trials: Mapping[tuple[float, str], Sequence[Trial]],  # trials in the order of prompts
+    trials: Mapping[Method, Sequence[Trial]],  # trials in the order of prompts
 ) -> TextView:
     """The first prompt of each set, decoded by each method."""
     short, full = [LEGEND], [LEGEND]
-    for (temperature, method), of_method in trials.items():
+    for method, of_method in trials.items():
         first: dict[str, str] = {}
         for prompt, trial in zip(prompts, of_method):
             if trial.set_name not in first:
-                ours = trial.ours
                 first[trial.set_name] = (
-                    f"--- {trial.set_name}/{trial.prompt_id}, T = {temperature:g}, {method}: "
-                    f"alpha {ours.alpha:.2f}, tau {ours.tau:.2f}\n> {' '.join(prompt.text.split())[:300]}\n"
-                    f"{mark_accepted(tokenizer, ours.token_ids, ours.is_accepted)}\n"
+                    f"--- {trial.set_name}/{trial.prompt_id}, T = {method.temperature:g}, {method.name}: "
+                    f"{acceptance(method, trial)}\n> {' '.join(prompt.text.split())[:300]}\n"
+                    f"{mark_accepted(tokenizer, trial.ours.token_ids, trial.ours.is_accepted)}\n"
                 )
         short.append(next(iter(first.values())))
         full += first.values()
     return TextView("\n".join(short), "\n".join(full))
 
 
+def acceptance(method: Method, trial: Trial) -> str:
+    """tau of one text, and alpha where it is defined: a tree offers several tokens for one place."""
+    tau = f"tau {trial.ours.tau:.2f}"
+    return f"alpha {trial.ours.alpha:.2f}, {tau}" if method.shape.kind == "chain" else tau
+
+
 def mark_accepted(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], is_accepted: Sequence[bool]) -> str:
-    """The text with runs of accepted tokens between brackets. A character made of several tokens goes to the last."""
-    pieces, written, inside = [], "", False
-    for end, accepted in enumerate(is_accepted, start=1):
+    """The text with runs of accepted tokens between brackets."""
+    pieces, inside = [], False
+    for piece, accepted in zip(token_pieces(tokenizer, token_ids), is_accepted):
         if accepted != inside:
             pieces.append(OPEN if accepted else CLOSE)
             inside = accepted
+        pieces.append(piece)
+    return "".join([*pieces, CLOSE if inside else ""])
+
+
+def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text; joined they are the text. A character made of several tokens goes to the last
+    of them, and the others add nothing."""
+    pieces, written = [], ""
+    for end in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[:end])
-        if end == len(token_ids) or not text.endswith("\N{REPLACEMENT CHARACTER}"):
+        if end < len(token_ids) and text.endswith("\N{REPLACEMENT CHARACTER}"):
+            pieces.append("")
+        else:
             pieces.append(text[len(written) :])
             written = text
-    return "".join([*pieces, CLOSE if inside else ""])
+    return pieces

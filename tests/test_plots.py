@@ -5,8 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
-from eval.plots import _smooth, alpha_by_depth, plot_alpha_by_depth, plot_run, read_metrics_csv
+from eval.plots import (
+    _smooth,
+    acceptance_by_depth,
+    alpha_by_depth,
+    plot_acceptance_by_depth,
+    plot_alpha_by_depth,
+    plot_run,
+    read_metrics_csv,
+)
 from models.errors import UserError
 
 
@@ -33,15 +42,20 @@ def write_csv(path: Path, *, steps: int = 400) -> Path:
     return path
 
 
+METHODS = {"chain_k4": 4, "static_3x2x1": 3, "dynamic_d5_k10_n16": 5}
+
+
 def make_results() -> dict:
     metrics = {"alpha_expected/held_out/T1": {"value": 0.53, "ci95": [0.51, 0.55], "n": 90}}
     for t, name in enumerate(("T0", "T1")):
-        for s, prompts in enumerate(("mt_bench", "gsm8k", "humaneval")):
-            for depth in range(1, 5):
-                value = 0.5 - 0.05 * t + 0.07 * s - 0.03 * depth
-                metrics[f"alpha_at_depth/{prompts}/{name}/chain_k4/d{depth}"] = {
-                    "value": value, "ci95": [value - 0.03 * depth, value + 0.02 * depth], "n": 20,
-                }  # fmt: skip
+        for s, prompts in enumerate(("all", "mt_bench", "gsm8k")):
+            for m, (method, deepest) in enumerate(METHODS.items()):
+                for depth in range(1, deepest + 1):
+                    value = 0.5 - 0.05 * t + 0.07 * s + 0.06 * m - 0.03 * depth
+                    for figure, x in (("alpha_at_depth", value), ("survival_at_depth", value**depth)):
+                        metrics[f"{figure}/d{depth}/{prompts}/{name}/{method}"] = {
+                            "value": x, "ci95": [x - 0.03 * depth * x, x + 0.02 * depth * x], "n": 20,
+                        }  # fmt: skip
     return {"metrics": metrics}
 
 
@@ -61,29 +75,61 @@ def test_csv_columns_leave_out_empty_cells(tmp_path):
 
 def test_depths_are_grouped_by_temperature_and_method():
     panels = alpha_by_depth(make_results()["metrics"])
-    assert list(panels) == ["T0, chain_k4", "T1, chain_k4"]
+    assert list(panels) == [f"{t}, {method}" for t in ("T0", "T1") for method in METHODS]
     assert [point[0] for point in panels["T0, chain_k4"]["gsm8k"]] == [1, 2, 3, 4]
     depth, value, low, high = panels["T0, chain_k4"]["mt_bench"][0]
-    assert (depth, round(value, 2)) == (1, 0.47) and low < value < high
+    assert (depth, round(value, 2)) == (1, 0.54) and low < value < high
+
+
+def test_methods_are_compared_over_all_sets_or_the_only_one():
+    metrics = make_results()["metrics"]
+    panels = acceptance_by_depth(metrics, "survival_at_depth")
+    assert list(panels) == ["T0", "T1"] and set(panels["T0"]) == set(METHODS)
+    assert round(panels["T0"]["static_3x2x1"][1][1], 4) == round(0.5**2, 4)  # of `all`, depth 2
+    one_set = {key: metric for key, metric in metrics.items() if "/gsm8k/" in key}
+    assert round(acceptance_by_depth(one_set, "alpha_at_depth")["T1"]["chain_k4"][0][1], 2) == 0.56
 
 
 def test_a_depth_never_reached_has_no_point():
-    key = "alpha_at_depth/gsm8k/T0/chain_k4/d4"
+    key = "alpha_at_depth/d4/gsm8k/T0/chain_k4"
     assert alpha_by_depth({key: {"value": None, "ci95": [None, None], "n": 0}}) == {}
 
 
-def test_a_run_gives_three_pngs(tmp_path):
+def test_a_run_gives_four_pngs(tmp_path):
     paths = plot_run(write_csv(tmp_path / "metrics.csv"), make_results(), tmp_path / "out", title="quickstart")
-    assert [path.name for path in paths] == ["loss.png", "val_alpha.png", "alpha_by_depth.png"]
+    names = ["loss.png", "val_alpha.png", "alpha_by_depth.png", "acceptance_by_depth.png"]
+    assert [path.name for path in paths] == names
     for path in paths:
         width, height = png_size(path)
         assert width >= 800 and height >= 500
+
+
+def test_many_methods_are_told_apart(tmp_path, monkeypatch):
+    metrics = {
+        f"{figure}/d{depth}/all/T0.7/chain_k{k}": {"value": 0.5 / depth, "ci95": None, "n": 1}
+        for figure in ("alpha_at_depth", "survival_at_depth")
+        for k in range(1, 9)
+        for depth in range(1, k + 1)
+    }
+    drawn = []
+
+    def record(axes, *points, **look):
+        drawn.append(tuple(look[key] for key in ("label", "color", "marker", "linestyle")))
+        return errorbar(axes, *points, **look)
+
+    errorbar = Axes.errorbar
+    monkeypatch.setattr(Axes, "errorbar", record)
+    path = plot_acceptance_by_depth(metrics, tmp_path / "deep" / "x.png", title="x")
+    assert path.stat().st_size > 10_000
+    assert len({look[1:] for look in drawn}) == 8 == len(set(drawn))  # the same look above and below
 
 
 def test_without_files_there_is_nothing_to_plot(tmp_path):
     assert plot_run(tmp_path / "none.csv", {"metrics": {}}, tmp_path, title="x") == []
     with pytest.raises(UserError, match=r"eval\.decode"):
         plot_alpha_by_depth({}, tmp_path / "x.png", title="x")
+    with pytest.raises(UserError, match=r"eval\.decode"):
+        plot_acceptance_by_depth({}, tmp_path / "x.png", title="x")
 
 
 def test_smoothing_keeps_a_constant_and_the_length():

@@ -22,7 +22,8 @@ def test_quickstart_and_its_second_call(tmp_path):
     first = run(tmp_path)
     assert first.returncode == 0, first.stderr
     out = tmp_path / "output" / "smoke"
-    written = ["results.json", "decode.json", "generations.txt", "loss.png", "val_alpha.png", "alpha_by_depth.png"]
+    written = ["results.json", "decode.json", "generations.txt", "generations.html"]
+    written += ["loss.png", "val_alpha.png", "alpha_by_depth.png", "acceptance_by_depth.png"]
     for name in written:
         assert (out / name).is_file() and str(out / name) in first.stdout, name
     results = json.loads((out / "results.json").read_text())
@@ -42,7 +43,7 @@ def test_quickstart_and_its_second_call(tmp_path):
 
 
 def test_a_mistake_is_one_line(tmp_path):
-    for mistake in ("decode.draft_len=0", "decode.sets=[gsm9k]"):
+    for mistake in ("decode.methods=[chain_k0]", "decode.sets=[gsm9k]"):
         result = run(tmp_path, mistake)
         key, _, _ = mistake.partition("=")
         assert result.returncode == 2 and result.stderr.splitlines()[-1].startswith(f"error: {key}="), result.stderr

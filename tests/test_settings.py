@@ -35,10 +35,10 @@ WRONG = [
     "trainer.strategy=5", "alpha.temperatures=1.0", "alpha.temperatures=[-1]", "alpha.temperatures=[a]",
     "alpha.temperatures=[]", "alpha.temperatures=[inf]", "alpha.max_tokens=0", "alpha.max_tokens=x",
     "alpha.position_buckets=5", "alpha.position_buckets=[-3]", "+alpha.bogus=1", "decode.num_prompts=0",
-    "decode.num_prompts=1.5", "decode.temperatures=1.0", "decode.temperatures=[1,1]", "decode.draft_len=2.5",
+    "decode.num_prompts=1.5", "decode.temperatures=1.0", "decode.temperatures=[1,1]", "decode.methods=chain_k4",
     "decode.max_new_tokens=x", "decode.top_p=0", "decode.min_p=1", "decode.seed=null", "decode.sets=mt_bench",
     "decode.sets=[a,a]", "decode.sets=null", "decode.draft_sampling=[soft]",
-    "decode.draft_sampling=[greedy,greedy]",
+    "decode.draft_sampling=[greedy,greedy]", "decode.methods=[a,a]", "decode.methods=[]", "decode.plain=1",
 ]  # fmt: skip
 
 

@@ -21,11 +21,9 @@ from eval.alpha import evaluate_pair
 from eval.decode import check_decode, decode_pair
 from eval.entry import entry
 from eval.plots import plot_run
-from eval.prompts import load_prompts
-from eval.report import print_table
+from eval.report import DECODE_COLUMNS, decode_row, print_table
 from eval.results import Metric, merge_results, read_results
 from eval.run import Pair, load_pair
-from models.tiny import byte_tokenizer
 from train.cache import caches, rows_of
 from train.distill import distill, run_name
 from train.measure import peak_resident_gb
@@ -34,7 +32,7 @@ from train.measure import peak_resident_gb
 def quickstart(cfg: DictConfig) -> dict[str, Any]:
     """Run everything for a composed config; returns the content of outputs/<run>/results.json."""
     decode = OmegaConf.to_container(cfg.decode, resolve=True)
-    _check_decode(decode)
+    check_decode(decode)  # a mistake in the last stage's settings is told before the first one begins
     seconds: dict[str, float] = {}
     run_json = Path(cfg.checkpoint_root) / run_name(cfg) / "run.json"
     before = run_json.read_text() if run_json.is_file() else None
@@ -62,48 +60,37 @@ def quickstart(cfg: DictConfig) -> dict[str, Any]:
     title = f"{pair.draft_name} for {pair.target.name}"
     plots = plot_run(out / "metrics.csv", results, out, title=title)
     print_summary(results, title=title, seconds=seconds)
-    for path in (folder, *(out / name for name in ("results.json", "decode.json", "generations.txt")), *plots):
+    written = ("results.json", "decode.json", "generations.txt", "generations.html")
+    for path in (folder, *(out / name for name in written), *plots):
         print(path)
     return results
 
 
 def print_summary(results: Mapping[str, Any], *, title: str, seconds: Mapping[str, float]) -> None:
     """One table of the run: acceptance on held-out text by temperature, then the decode loop by set and temperature."""
-    metrics = results["metrics"]
+    metrics = {
+        key: Metric(metric["value"], metric["ci95"] and tuple(metric["ci95"]))
+        for key, metric in results["metrics"].items()
+        if metric["value"] is not None
+    }
     rows = []
     for key in metrics:
         parts = key.split("/")
         if parts[:2] == ["alpha_expected", "held_out"] and len(parts) == 3:
-            rows.append(("held-out text", parts[2], "teacher-forced", _show(metrics, key), "", "", "", ""))
+            rows.append(
+                ("held-out text", parts[2], "teacher-forced", str(metrics[key]), *[""] * len(DECODE_COLUMNS[1:]))
+            )
     decoded = [key.removeprefix("tau/") for key in metrics if key.startswith("tau/")]
     for where in sorted(decoded, key=lambda where: where.startswith("all/")):  # the sets, then all of them together
-        speed = metrics[f"speedup/{where}"]["value"]
-        rates = [f"{metrics[f'{side}_tokens_per_s/{where}']['value']:.1f}" for side in ("plain", "spec")]
-        speedup = _show(metrics, f"speedup/{where}") + (" slower" if speed < 1 else "")
-        rows.append(
-            (*where.split("/"), _show(metrics, f"alpha/{where}"), _show(metrics, f"tau/{where}"), *rates, speedup)
-        )
+        rows.append((*where.split("/"), *decode_row(metrics, where)))
     stages = ", ".join(f"{stage}: {value:.0f} s" for stage, value in seconds.items())
-    memory = metrics.get("resident_gb", {}).get("value")
+    memory = metrics.get("resident_gb")
     print_table(
         f"{title}, {results['dtype']} on {results['device']}; [95 % intervals over rows or prompts]",
-        ("", "temperature", "method", "alpha", "tau", "plain tok/s", "spec tok/s", "speed-up"),
+        ("", "temperature", "method", *DECODE_COLUMNS),
         rows,
-        note=stages + (f"; peak resident memory {memory:.2f} GB" if memory else ""),
+        note=stages + (f"; peak resident memory {memory.value:.2f} GB" if memory else ""),
     )
-
-
-def _show(metrics: Mapping[str, Mapping[str, Any]], key: str) -> str:
-    metric = metrics.get(key)
-    if metric is None or metric["value"] is None:
-        return "-"
-    return str(Metric(metric["value"], metric["ci95"] and tuple(metric["ci95"])))
-
-
-def _check_decode(decode: Mapping[str, Any]) -> None:
-    """A mistake in the last stage's settings is told before the first one begins."""
-    check_decode({key: value for key, value in decode.items() if key not in ("sets", "num_prompts")})
-    load_prompts(decode["sets"], byte_tokenizer(), num_prompts=decode["num_prompts"])
 
 
 @contextmanager
