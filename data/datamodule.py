@@ -8,6 +8,7 @@ The stream is a function of seed, data and batch_tokens alone, so the position i
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,17 @@ from torch.utils.data import DataLoader, Dataset
 from data.reader import CacheReader
 from data.rows import Rows
 from models.errors import UserError
+from models.simulation import steps_of_slots
 
 Batch = dict[str, Tensor]
+
+
+class Item(NamedTuple):
+    """What makes one batch."""
+
+    rows: np.ndarray  # (R,) row numbers
+    counts: bool = True  # False: its pred_mask is empty
+    window_counts: np.ndarray | None = None  # (S,) slots that count at each step, in all batches of an optimiser step
 
 
 class PackedRows(Dataset):
@@ -27,7 +37,7 @@ class PackedRows(Dataset):
 
     input_ids (N,) int64; position_ids (N,) int64, restarting at each row; row_offsets (R+1,) int32; row_ids (R,) int64;
     loss_mask (N,) bool; pred_mask (N,) bool: True at t where x[t+1] is in the same row and its loss_mask is True; and
-    the signal's columns (N, ...) when the source is a cache.
+    the signal's columns (N, ...) when the source is a cache. window_counts (S,) where an item has them.
     """
 
     def __init__(self, source: Rows | str | Path):
@@ -42,9 +52,25 @@ class PackedRows(Dataset):
             return np.diff(self.source.row_offsets)
         return self.source.row_lengths()
 
-    def __getitem__(self, item: tuple[np.ndarray, bool]) -> Batch:
-        """item: row numbers (R,), and whether the batch counts; one that does not has an empty pred_mask."""
-        numbers, counts = item
+    def slot_counts(self, steps: int) -> np.ndarray:  # (R, S)
+        """How many slots of each row a simulation of `steps` steps counts at each of them."""
+        if isinstance(self.source, Rows):
+            parts = [(self.source.loss_mask, self.source.row_offsets)]
+        else:
+            shards = (self.source.shard(i).arrays for i in range(self.source.manifest.num_shards))
+            parts = [(arrays["loss_mask"], arrays["row_offsets"]) for arrays in shards]
+        counts = []
+        for mask, offsets in parts:
+            supervised = torch.from_numpy(mask.astype(bool))  # (N,)
+            starts = torch.from_numpy(np.array(offsets, dtype=np.int64))  # (R+1,)
+            slots = steps_of_slots(supervised, starts, steps)  # (N,)
+            is_counted = slots[:, None] > torch.arange(steps)  # (N, S)
+            sums = torch.cat((torch.zeros(1, steps, dtype=torch.int64), is_counted.cumsum(0)))  # (N + 1, S)
+            counts.append(sums[offsets].diff(dim=0).numpy())
+        return np.concatenate(counts)
+
+    def __getitem__(self, item: Item) -> Batch:
+        numbers, counts = item.rows, item.counts
         batch = _packed_rows(self.source, numbers) if isinstance(self.source, Rows) else self.source.rows(numbers)
         offsets = batch["row_offsets"]
         lengths = offsets.diff()  # (R,)
@@ -58,6 +84,8 @@ class PackedRows(Dataset):
             pred_mask[offsets[1:] - 1] = False  # a row's last token predicts nothing
         batch["loss_mask"], batch["pred_mask"] = loss_mask, pred_mask
         batch["row_offsets"] = offsets.to(torch.int32)
+        if item.window_counts is not None:
+            batch["window_counts"] = torch.from_numpy(item.window_counts)
         return batch
 
 
@@ -132,8 +160,11 @@ class PackedLoader:
         world_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        accumulate: int = 1,
+        slot_counts: np.ndarray | None = None,  # (R, S)
     ):
         self.dataset, self.stream = dataset, stream
+        self.accumulate, self.slot_counts = accumulate, slot_counts
         self.num_real, self.num_steps, self.start = num_real, num_steps, start
         self.rank, self.world_size = rank, world_size
         self.num_workers, self.pin_memory = num_workers, pin_memory
@@ -166,15 +197,22 @@ class _Items:
     def __len__(self) -> int:
         return max(self.loader.num_steps - self.loader.start, 0)
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, bool]]:
+    def __iter__(self) -> Iterator[Item]:
         loader = self.loader
         first = loader.start * loader.world_size
         end = loader.num_steps * loader.world_size
+        window = loader.accumulate * loader.world_size  # batches of an optimiser step; a run resumes between steps
         batches = loader.stream.start_at(first)
-        for number in range(first, end):
-            rows = next(batches)
-            if number % loader.world_size == loader.rank:
-                yield rows, loader.num_real is None or number < loader.num_real
+        for begin in range(first, end, window):
+            rows = [next(batches) for _ in range(min(window, end - begin))]
+            counts = [loader.num_real is None or number < loader.num_real for number in range(begin, begin + len(rows))]
+            totals = None
+            if loader.slot_counts is not None:
+                real = [loader.slot_counts[each].sum(0) for each, is_real in zip(rows, counts) if is_real]
+                totals = np.sum(real, axis=0)
+            for i in range(len(rows)):
+                if (begin + i) % loader.world_size == loader.rank:
+                    yield Item(rows[i], counts[i], totals)
 
 
 class PackedDataModule(LightningDataModule):
@@ -184,6 +222,7 @@ class PackedDataModule(LightningDataModule):
     num_epochs, max_steps: the shorter one ends training; max_steps counts optimiser steps of `accumulate` batches on
         each rank. The last window and the last step are filled up with batches that do not count (empty pred_mask), so
         every row of the epochs is used once and no gradient is scaled by a short window.
+    simulated_steps: S of an EAGLE head; training batches then say how many slots count at each step in their window.
     Lightning sees one epoch (Trainer(max_epochs=1)) of `num_batches` batches.
     """
 
@@ -200,6 +239,7 @@ class PackedDataModule(LightningDataModule):
         accumulate: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        simulated_steps: int = 0,
     ):
         super().__init__()
         if num_epochs is None and max_steps is None:
@@ -207,7 +247,7 @@ class PackedDataModule(LightningDataModule):
         self.train_set = PackedRows(train)
         self.val_set = None if val is None else PackedRows(val)
         self.num_epochs, self.max_steps, self.accumulate = num_epochs, max_steps, accumulate
-        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.num_workers, self.pin_memory, self.simulated_steps = num_workers, pin_memory, simulated_steps
         self.stream = BatchStream(self.train_set.row_lengths(), batch_tokens=batch_tokens, seed=seed, shuffle=True)
         self._val_batch_tokens = val_batch_tokens or batch_tokens
         self._restored = 0  # batches of all ranks that earlier runs consumed
@@ -233,6 +273,8 @@ class PackedDataModule(LightningDataModule):
             start=self._restored // self._world_size,
             # rows in memory are sliced faster than a worker could send them
             num_workers=0 if isinstance(self.train_set.source, Rows) else self.num_workers,
+            accumulate=self.accumulate,
+            slot_counts=self.train_set.slot_counts(self.simulated_steps) if self.simulated_steps else None,
             **self._loader_options(),
         )
 

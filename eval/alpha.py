@@ -8,7 +8,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from eval.report import print_metrics
 from eval.results import Metric, make_header, merge_results
 from eval.run import Pair, load_pair
 from eval.stats import ratio_ci
+from models.eagle import EagleHead
 from models.errors import UserError
 from models.target import Target
 
@@ -52,12 +53,18 @@ def token_alpha(
     draft_logits: Tensor,  # (N, Vq)
     *,
     temperature: float = 1.0,
+    draft_ids: Tensor | None = None,  # (Vq,) target ids of the draft's columns; by default the first Vq
 ) -> Tensor:  # (N,) fp32
     """sum_v min(target_v, draft_v) of each position, in fp32 whatever the dtype of the logits.
 
     A draft head may be wider than V (padding: cut off before its softmax) or narrower (target mass on ids that it
     lacks counts as rejected).
     """
+    if draft_ids is not None:
+        if temperature == 0:
+            return (target_logits.argmax(-1) == draft_ids[draft_logits.argmax(-1)]).float()
+        target_probs = torch.softmax(target_logits.float() / temperature, -1)[..., draft_ids]
+        return torch.minimum(target_probs, torch.softmax(draft_logits.float() / temperature, -1)).sum(-1)
     shared = min(target_logits.shape[-1], draft_logits.shape[-1])
     draft_logits = draft_logits[..., :shared]  # (N, shared)
     if temperature == 0:
@@ -70,12 +77,15 @@ def token_alpha(
 def token_kl_and_entropy(
     target_logits: Tensor,  # (N, V)
     draft_logits: Tensor,  # (N, Vq)
+    draft_ids: Tensor | None = None,  # (Vq,)
 ) -> tuple[Tensor, Tensor]:  # (N,), (N,) nats
     """KL(target || draft) over the shared ids (the target renormalised over them), and the target's entropy."""
     shared = min(target_logits.shape[-1], draft_logits.shape[-1])
     target_logprobs = torch.log_softmax(target_logits.float(), -1)  # (N, V)
     entropy = -torch.linalg.vecdot(target_logprobs.exp(), target_logprobs)
-    if shared < target_logits.shape[-1]:
+    if draft_ids is not None:
+        target_logprobs = torch.log_softmax(target_logits[..., draft_ids].float(), -1)
+    elif shared < target_logits.shape[-1]:
         target_logprobs = torch.log_softmax(target_logits[..., :shared].float(), -1)
     draft_logprobs = torch.log_softmax(draft_logits[..., :shared].float(), -1)
     kl = torch.linalg.vecdot(target_logprobs.exp(), target_logprobs - draft_logprobs)
@@ -85,7 +95,7 @@ def token_kl_and_entropy(
 @torch.no_grad()
 def evaluate_alpha(
     target: Target,
-    draft: PreTrainedModel | Target,
+    draft: PreTrainedModel | EagleHead | Target,
     rows: Rows,
     *,
     temperatures: Sequence[float] = TEMPERATURES,
@@ -104,8 +114,11 @@ def evaluate_alpha(
     `target_entropy/<split>` (nats, temperature 1), `alpha_tokens/<split>`; n counts rows. The draft is put in
     eval mode. Rows longer than either model's positions are cut, which is printed. UserError when no token counts.
     """
-    draft = draft if isinstance(draft, Target) else Target(draft, target.tokenizer, name="draft")
-    limit = min(target.max_positions, draft.max_positions)
+    if isinstance(draft, EagleHead):
+        reader: Reader = HeadReader(target, draft)
+    else:
+        reader = ModelReader(target, draft)
+    limit = min(target.max_positions, reader.max_positions)
     chosen, num_cut = _choose_rows(rows, limit=limit, max_tokens=max_tokens, seed=seed)
     if num_cut:
         print(f"alpha: {num_cut} of {len(chosen)} rows cut to {limit} tokens, the shorter model's positions")
@@ -118,10 +131,8 @@ def evaluate_alpha(
     with ProgressBar("alpha", int(sum(mask.sum() for _, mask in chosen)), "tokens") as bar:
         for batch in _batches(order, [len(ids) for ids, _ in chosen], batch_tokens):
             input_ids, mask = _pad([chosen[i] for i in batch], device=target.device)  # (B, T), (B, T)
-            row, position = mask.nonzero(as_tuple=True)  # (N,), (N,)
-            target_hidden = target.states(input_ids).final_hidden[row, position]  # (N, D)
-            draft_hidden = draft.states(input_ids).final_hidden[row, position]  # (N, Dd)
-            values = _token_values(target, draft, target_hidden, draft_hidden, temperatures, bar)  # (figures, N)
+            row, position, target_hidden, draft_hidden = reader.read(input_ids, mask)
+            values = _token_values(target, reader, target_hidden, draft_hidden, temperatures, bar)  # (figures, N)
             rows_of = np.asarray(batch)[row.cpu().numpy()]
             bucket_of = np.searchsorted(edges, position.cpu().numpy(), side="right")
             np.add.at(counts, (rows_of, bucket_of), 1)
@@ -130,22 +141,76 @@ def evaluate_alpha(
     return _metrics(sums, counts, figures=figures, names=names, edges=edges, split=split)
 
 
+class Reader(Protocol):
+    """What a draft says of padded rows where a token counts."""
+
+    max_positions: int
+    draft_ids: Tensor | None  # target ids of the logits' columns; None: the first ones
+
+    def read(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (B, T) twice
+        """Row (N,), position of the last token read (N,), the target's final states (N, D) and the draft's (N, Dd)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:  # (n, Dd) -> (n, Vq)
+        """The draft's logits from its states."""
+
+
+class ModelReader:
+    """A draft model reads the tokens alone."""
+
+    draft_ids = None
+
+    def __init__(self, target: Target, draft: PreTrainedModel | Target):
+        self.target = target
+        self.draft = draft if isinstance(draft, Target) else Target(draft, target.tokenizer, name="draft")
+        self.max_positions, self.logits = self.draft.max_positions, self.draft.logits
+
+    def read(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        row, position = mask.nonzero(as_tuple=True)  # (N,), (N,)
+        hidden = self.target.states(input_ids).final_hidden[row, position]  # (N, D)
+        return row, position, hidden, self.draft.states(input_ids).final_hidden[row, position]
+
+
+class HeadReader:
+    """An EAGLE head reads the target's features of slot p and the token x[p+1]; it predicts x[p+2].
+
+    Counted as in the decode loop: a turn's first token is never drafted.
+    """
+
+    def __init__(self, target: Target, head: EagleHead):
+        self.target, self.head, self.max_positions = target, head, head.config.max_position_embeddings
+        self.draft_ids = head.draft_vocab if head.config.version == 3 else None
+
+    def read(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        states = self.target.states(input_ids)
+        features = states.taps if self.head.config.version == 3 else states.final_hidden
+        positions = torch.arange(input_ids.shape[1] - 1, device=input_ids.device).expand(len(input_ids), -1)
+        out = self.head(input_ids[:, 1:], self.head.project(features[:, :-1]), positions)  # (B, T - 1, D)
+        row, slot = (mask[:, :-1] & mask[:, 1:]).nonzero(as_tuple=True)  # (N,), (N,)
+        return row, slot + 1, states.final_hidden[row, slot + 1], out[row, slot]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head.logits(hidden)
+
+
 def _token_values(
     target: Target,
-    draft: Target,
+    draft: Reader,
     target_hidden: Tensor,  # (N, D)
     draft_hidden: Tensor,  # (N, Dd)
     temperatures: Sequence[float],
     bar: ProgressBar,
 ) -> Tensor:  # (figures, N)
+    ids = draft.draft_ids
     chunk = max(1, (1 << (22 if target.device.type == "cpu" else 26)) // target.vocab_size)  # 16 MB (256 MB) in fp32
     values = []
     for start in range(0, len(target_hidden), chunk):
         target_logits = target.logits(target_hidden[start : start + chunk]).float()  # (n, V)
         draft_logits = draft.logits(draft_hidden[start : start + chunk]).float()  # (n, Vq)
-        top1 = token_alpha(target_logits, draft_logits, temperature=0)
-        alphas = [token_alpha(target_logits, draft_logits, temperature=t) if t else top1 for t in temperatures]
-        values.append(torch.stack([*alphas, top1, *token_kl_and_entropy(target_logits, draft_logits)]))
+        top1 = token_alpha(target_logits, draft_logits, temperature=0, draft_ids=ids)
+        alphas = [
+            token_alpha(target_logits, draft_logits, temperature=t, draft_ids=ids) if t else top1 for t in temperatures
+        ]
+        values.append(torch.stack([*alphas, top1, *token_kl_and_entropy(target_logits, draft_logits, ids)]))
         bar.advance(len(target_logits))
     return torch.cat(values, dim=1)
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from models.drafts import load_draft
+from models.eagle import EagleHead, is_eagle_folder, load_eagle
 from models.errors import UserError
 from models.hub import hub_reachable
 from models.target import Target, plain_vocabulary
@@ -45,7 +46,7 @@ class Pair:
     """A target and a draft, loaded, on one device and in one dtype. `name` is that of the folder of results."""
 
     target: Target
-    draft: PreTrainedModel
+    draft: PreTrainedModel | EagleHead
     name: str
     draft_name: str
     config: DictConfig
@@ -80,13 +81,20 @@ def load_pair(cfg: DictConfig, overrides: Sequence[str]) -> Pair:
         source, draft_name = run.folder, run.name
         print(f"run: {run.folder}")
     target: Target = instantiate(config.target)
-    draft = cast_weights(load_draft(source), target.dtype).to(target.device).eval()
-    check_vocabulary(target, draft, source)
+    draft = load_for(target, source)
+    if not isinstance(draft, EagleHead):
+        check_vocabulary(target, draft, source)
     name = cfg.run or f"{Path(draft_name).name}-for-{Path(target.name).name}"
     return Pair(target, draft, run.name if run else name, draft_name, config, run)
 
 
-def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def load_for(target: Target, source: str | Path) -> PreTrainedModel | EagleHead:
+    """The draft model or head at `source`, on the target's device and in its dtype, as it decodes."""
+    draft = load_eagle(source, target) if is_eagle_folder(source) else load_draft(source)
+    return cast_weights(draft, target.dtype).to(target.device).eval()
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model with its weights in `dtype`, in place, as `from_pretrained(dtype=...)` would have loaded it.
 
     Unlike `.to(dtype)` this leaves buffers alone, and so the rotary frequencies in fp32.

@@ -71,6 +71,8 @@ TOP_LEVEL = {
     "resume": TEXT,
     "overwrite": FLAG,
     "plan": FLAG,
+    "prompts": optional(TEXT),
+    "out": optional(TEXT),
     "checkpoint_root": TEXT,
     "output_root": TEXT,
     "cache_root": TEXT,
@@ -108,13 +110,28 @@ GROUPS: dict[str, dict[str, Rule]] = {
         "name": optional(TEXT),
     },
     "draft": {
-        "kind": one_of("gpt2", "hf"),
+        "kind": one_of("gpt2", "hf", "eagle3", "eagle1"),
         "n_layer": whole(1),
         "n_head": whole(1),
         "n_embd": whole(1),
         "n_positions": whole(2),
         "init": TEXT,
         "id": optional(TEXT),
+    },
+    "head": {
+        "draft_vocab_size": optional(whole(1)),
+        "train_lm_head": FLAG,
+        "intermediate_size": optional(whole(1)),
+        "num_attention_heads": optional(whole(1)),
+        "num_key_value_heads": optional(whole(1)),
+        "simulation": Rule(
+            lambda v: v is None
+            or isinstance(v, dict)
+            and v.keys() == {"steps", "decay"}
+            and whole(1, 64).accepts(v["steps"])
+            and number(lambda d: 0 < d <= 1, "").accepts(v["decay"]),
+            "{steps: a whole number from 1 to 64, decay: a number above 0 and at most 1}",
+        ),
     },
     "loss": {
         "name": TEXT,
@@ -149,6 +166,18 @@ GROUPS: dict[str, dict[str, Rule]] = {
         "max_tokens": optional(whole(1)),
         "position_buckets": distinct(list_of(whole(1), "[64,128,256]", may_be_empty=True)),
     },
+    "regenerate": {
+        "turns": one_of("all", "first"),
+        "num_samples": whole(1),
+        "temperature": TEMPERATURE,
+        "top_k": whole(0),
+        "top_p": number(lambda v: 0 < v <= 1, "above 0 and at most 1 (off)"),
+        "min_p": number(lambda v: 0 <= v < 1, "of at least 0 (off) and below 1"),
+        "max_new_tokens": whole(1),
+        "max_prompt_tokens": optional(whole(1)),
+        "batch_size": whole(1),
+        "seed": whole(0),
+    },
 }
 
 
@@ -158,6 +187,8 @@ def check_settings(cfg: DictConfig) -> None:
         if key in cfg:
             _check(key, cfg[key], rule)
     for group, rules in GROUPS.items():
+        if group == "head":  # keys of conf/draft/eagle*.yaml
+            group = "draft"
         settings = cfg.get(group)
         if not isinstance(settings, DictConfig):
             raise UserError(f"{group}={settings}: must be a choice of conf/{group}")

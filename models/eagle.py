@@ -29,6 +29,7 @@ from models.kv_cache import RollbackCache
 from models.target import Target
 
 ARCHITECTURES = {3: "LlamaForCausalLMEagle3", 1: "EagleLlamaForCausalLM"}
+KINDS = {"eagle3": 3, "eagle1": 1}
 TAPS = "taps"
 FINAL_HIDDEN = "final_hidden"
 
@@ -54,7 +55,8 @@ class EagleConfig:
         assert self.version in ARCHITECTURES
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
-                f"draft.num_key_value_heads={self.num_key_value_heads}: must divide the {self.num_attention_heads} heads"
+                f"draft.num_key_value_heads={self.num_key_value_heads}: must divide draft.num_attention_heads="
+                f"{self.num_attention_heads}"
             )
         object.__setattr__(self, "tap_ids", tuple(self.tap_ids))
 
@@ -176,6 +178,7 @@ class EagleHead(nn.Module):
         self.embed_tokens.weight.requires_grad_(False)
         if c.version == 3:
             self.fc = nn.Linear(len(c.tap_ids) * c.hidden_size, c.hidden_size, bias=False)
+            self.register_buffer("tap_scale", torch.ones(self.fc.in_features))
             self.midlayer = EagleBlock(c)
             self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
             self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
@@ -206,7 +209,21 @@ class EagleHead(nn.Module):
 
     def project(self, features: Tensor) -> Tensor:  # (..., L, D) or (..., D) -> (..., D)
         """The target's features as the state that slots read: fc of the taps, or the final state as it is."""
-        return self.fc(features.flatten(-2).to(self.dtype)) if self.config.version == 3 else features.to(self.dtype)
+        if self.config.version == 1:
+            return features.to(self.dtype)
+        return self.fc(features.flatten(-2).to(self.dtype) * self.tap_scale.to(self.dtype))
+
+    @torch.no_grad()
+    def set_tap_scale(self, taps: Tensor, *, keep_function: bool) -> None:  # (N, L, D)
+        """Let `fc` read every channel at unit size: tap_scale = 1 / rms over these tokens. keep_function: adapt fc.
+
+        Channels of a residual stream differ a hundredfold; without this the largest drown the block's own output, and
+        one learning rate fits none of them. `save_pretrained` folds the factors into fc, so saved heads have none.
+        """
+        scale = taps.flatten(-2).float().square().mean(0).clamp(min=1e-12).rsqrt()  # (3D,)
+        if keep_function:
+            self.fc.weight.mul_(self.tap_scale / scale)
+        self.tap_scale.copy_(scale)
 
     def forward(
         self,
@@ -257,6 +274,9 @@ class EagleHead(nn.Module):
         config = {**self.config.to_json(), "torch_dtype": dtype}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         state = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        if self.config.version == 3:
+            scale = state.pop("tap_scale")
+            state["fc.weight"] = (self.fc.weight.detach().float() * scale.float()).to(self.dtype)
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -273,10 +293,13 @@ def is_eagle_folder(folder: str | Path) -> bool:
 
 
 def load_eagle(folder: str | Path, target: Target) -> EagleHead:
-    """A head as saved, strictly, in fp32 and eval mode, on the CPU. Raises UserError where it does not fit the target."""
+    """A head as saved, strictly, in fp32 and eval mode, on the CPU. Raises UserError where it does not fit `target`."""
     folder = Path(folder)
-    head = EagleHead(EagleConfig.from_json(json.loads((folder / "config.json").read_text())), target_head=target.logits)
+    config = EagleConfig.from_json(json.loads((folder / "config.json").read_text()))
+    head = EagleHead(config, target_head=target.logits)
     state = load_file(folder / "model.safetensors")
+    if config.version == 3:
+        state["tap_scale"] = head.tap_scale  # folded into fc
     if differing := sorted(state.keys() ^ head.state_dict().keys()):
         raise UserError(f"draft {folder}: tensor {differing[0]} is missing or unknown; save the head again")
     try:
@@ -305,13 +328,15 @@ def check_fits(config: EagleConfig, target: Target, name: str) -> None:
 def build_eagle(
     *,
     target: Target,
-    version: int = 3,
+    kind: str = "eagle3",
     draft_vocab_size: int | None = 8192,
     train_lm_head: bool = True,
     intermediate_size: int | None = None,
     num_attention_heads: int | None = None,
     num_key_value_heads: int | None = None,
     init: str = "scratch",
+    id: None = None,
+    simulation: dict | None = None,
     seed: int = 0,
     draft_vocab: Tensor | None = None,  # (Vd,) ascending target ids
 ) -> EagleHead:
@@ -319,8 +344,13 @@ def build_eagle(
 
     draft_vocab_size: Vd, at most the target's ids; None for all. draft_vocab: its ids, by default the first Vd.
     train_lm_head: whether `lm_head`, initialised from the target's rows, is trained.
-    init: `scratch` or the folder of a head of the same shape. Raises UserError naming the key, the value and the fix.
+    init: `scratch` or the folder of a head of the same shape.
+    kind: eagle3 or eagle1. simulation: read by training alone. id: heads come from a run's folder, so null.
+    Raises UserError naming the key, the value and the fix.
     """
+    if kind not in KINDS:
+        raise UserError(f"draft.kind={kind}: unknown; use {' or '.join(KINDS)}")
+    version = KINDS[kind]
     config = eagle_config(
         target,
         version=version,
@@ -335,10 +365,11 @@ def build_eagle(
         for module in head.block.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5 / 2)
+        if version == 3:
+            init_fc(head)
     with torch.no_grad():
         head.embed_tokens.weight.copy_(target.embedding.float())
         if version == 3:
-            init_fc(head)
             ids = torch.arange(config.draft_vocab_size) if draft_vocab is None else draft_vocab
             head.set_draft_vocab(ids)
             head.lm_head.weight.copy_(target.model.get_output_embeddings().weight[ids.to(target.device)].float())
@@ -353,6 +384,7 @@ def build_eagle(
     return head.float().train()
 
 
+@torch.no_grad()
 def init_fc(head: EagleHead) -> None:
     """fc starts as the last tap as it is, with a little of everything: the state nearest to the target's answer."""
     weight = head.fc.weight

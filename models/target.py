@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -128,12 +128,29 @@ class Target(nn.Module):
         else:
             bias = None if head.bias is None else head.bias[: self.vocab_size]
             logits = nn.functional.linear(final_hidden, head.weight[: self.vocab_size], bias)
+        return self._scaled(logits)
+
+    @property
+    def scales_logits(self) -> bool:
+        """Whether the logits are more than a linear map of the final state."""
+        keys = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        return any(getattr(self.config, key, None) is not None for key in keys)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """What some architectures do to the head's product."""
         if getattr(self.config, "logit_scale", None) is not None:  # Cohere
             logits = logits * self.config.logit_scale
         if getattr(self.config, "logits_scaling", None) is not None:  # Granite
             logits = logits / self.config.logits_scaling
         softcap = getattr(self.config, "final_logit_softcapping", None)  # Gemma 2 and 3
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def head_rows(self, ids: Tensor) -> Callable[[Tensor], Tensor]:  # (Vd,) -> ((..., D) -> (..., Vd))
+        """The head on some ids only: the same logits as `logits(...)[..., ids]` for a part of its cost."""
+        head, ids = self.model.get_output_embeddings(), ids.to(self.device)
+        weight = head.weight[ids]  # (Vd, D)
+        bias = None if head.bias is None else head.bias[ids]
+        return lambda final_hidden: self._scaled(nn.functional.linear(final_hidden, weight, bias))
 
     @torch.no_grad()
     def _check_head(self) -> None:

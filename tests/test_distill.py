@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 
 import lightning
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.datamodule import PackedDataModule, PackedRows
+from data.datamodule import Item, PackedDataModule, PackedRows
 from data.rows import Rows
 from data.signals import SignalSpec
 from eval.entry import CONF_DIR
@@ -27,7 +28,7 @@ from models.tiny import byte_tokenizer, random_model
 from train.callbacks import StateCheckpoint
 from train.distill import distill
 from train.losses import LOSSES, LossSpec
-from train.module import Distiller, OptimSpec, adamw
+from train.module import Distiller, OptimSpec, make_optimizer
 from train.run_folder import RunFolder, differences
 from train.trainer import TrainerSpec
 
@@ -335,8 +336,6 @@ def test_wandb_gets_the_config_first_and_resumes_quietly(
 @pytest.fixture
 def rows() -> Rows:
     """Rows of 2, 10, 10, 10 and 10 tokens; all but the first of each supervised."""
-    import numpy as np
-
     lengths = [2, 10, 10, 10, 10]
     offsets = np.cumsum([0, *lengths])
     ids = np.random.default_rng(0).integers(0, 256, offsets[-1]).astype(np.int32)
@@ -373,11 +372,9 @@ def gradients(target: Target, batches: list, *, accumulate: int, **optim: float)
 
 def test_the_loss_is_a_mean_over_tokens_however_they_are_split(tiny_target: Target, rows: Rows) -> None:
     """One token in a micro-batch and nine in the next weigh as in one batch; so does a short last window."""
-    import numpy as np
-
     packed = PackedRows(rows)
-    a, b = (packed[(np.array([i]), True)] for i in (0, 1))
-    both = packed[(np.array([0, 1]), True)]
+    a, b = (packed[Item(np.array([i]))] for i in (0, 1))
+    both = packed[Item(np.array([0, 1]))]
     assert (int(a["pred_mask"].sum()), int(b["pred_mask"].sum())) == (1, 9)
     split, whole = gradients(tiny_target, [a, b], accumulate=2), gradients(tiny_target, [both], accumulate=1)
     for grad, expected in zip(split[0], whole[0]):
@@ -389,9 +386,7 @@ def test_the_loss_is_a_mean_over_tokens_however_they_are_split(tiny_target: Targ
 
 
 def test_clipping_is_of_the_token_mean(tiny_target: Target, rows: Rows) -> None:
-    import numpy as np
-
-    batch = PackedRows(rows)[(np.arange(5), True)]
+    batch = PackedRows(rows)[Item(np.arange(5))]
     free = gradients(tiny_target, [batch], accumulate=1)[0]
     norm = torch.stack([g.norm() for g in free]).norm()
     clipped = gradients(tiny_target, [batch], accumulate=1, clip=float(norm) / 4)[0]
@@ -416,13 +411,13 @@ def test_the_target_stays_out_and_the_draft_trains(tiny_target: Target) -> None:
 @pytest.mark.parametrize("kind", ["topk", "hidden"])
 def test_every_loss_and_signal_goes_down(name: str, kind: str, tiny_target: Target, rows: Rows) -> None:
     data = PackedDataModule(rows, batch_tokens=64)
-    batch = data.train_set[(list(range(5)), True)]
+    batch = data.train_set[Item(np.arange(5))]
     module = Distiller(
         gpt2_draft(259, n_layer=1, n_head=2, n_embd=16, n_positions=64),
         vocab_size=259, loss=LossSpec(name), optim=OptimSpec(lr=1e-2), signal=SignalSpec(kind, 16), total_steps=10,
         target=tiny_target,
     )  # fmt: skip
-    optimizer, losses = adamw(module.draft, module.optim), []
+    optimizer, losses = make_optimizer(module.draft, module.optim), []
     for _ in range(15):
         out = module.distill(batch, module.specs["train"])
         losses.append(out.loss_sum.item() / out.num_tokens)
@@ -439,7 +434,7 @@ def test_schedule_and_weight_decay() -> None:
     assert factors[55] == pytest.approx(0.6) and factors == sorted(factors[:10]) + sorted(factors[10:], reverse=True)
     assert OptimSpec(schedule="constant").lr_factor(99, 100) == 1
     draft = gpt2_draft(100, n_layer=1, n_head=2, n_embd=16, n_positions=64)
-    decayed, plain = (group["params"] for group in adamw(draft, optim).param_groups)
+    decayed, plain = (group["params"] for group in make_optimizer(draft, optim).param_groups)
     assert sum(p.numel() for p in decayed) == 12 * 16 * 16 and all(p.dim() == 2 for p in decayed)
     assert len(decayed) + len(plain) == len(list(draft.parameters()))
 

@@ -11,7 +11,7 @@ import torch
 from cache_helpers import FakeTarget, make_rows, numbered_rows
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from data.datamodule import BatchStream, PackedDataModule, PackedRows
+from data.datamodule import BatchStream, Item, PackedDataModule, PackedRows
 from data.reader import CacheReader
 from data.signals import SignalSpec, target_columns
 from models.errors import UserError
@@ -81,7 +81,7 @@ def test_workers_by_spawn_read_bf16(tmp_path):
         target, rows, SignalSpec("hidden"), cache_root=tmp_path, name="x", shard_tokens=10, batch_tokens=64
     )
     loader = torch.utils.data.DataLoader(
-        PackedRows(folder), batch_size=None, sampler=[(np.array([3, 7]), True)], num_workers=1,
+        PackedRows(folder), batch_size=None, sampler=[Item(np.array([3, 7]))], num_workers=1,
         multiprocessing_context="spawn",
     )  # fmt: skip
     batch = next(iter(loader))
@@ -100,12 +100,12 @@ def test_online_batches_are_the_cached_ones_without_a_signal(cache):
 
 def test_pred_mask_and_positions():
     rows = make_rows([3, 1, 5, 2])
-    batch = PackedRows(rows)[np.array([2, 1, 0]), True]
+    batch = PackedRows(rows)[Item(np.array([2, 1, 0]))]
     assert batch["position_ids"].tolist() == [0, 1, 2, 3, 4, 0, 0, 1, 2]
     assert batch["row_offsets"].tolist() == [0, 5, 6, 9] and batch["row_offsets"].dtype == torch.int32
     expected = [*rows.row(2)[1][1:], False, False, *rows.row(0)[1][1:], False]
     assert batch["pred_mask"].tolist() == expected
-    assert not PackedRows(rows)[np.array([2]), False]["pred_mask"].any()
+    assert not PackedRows(rows)[Item(np.array([2]), False)]["pred_mask"].any()
 
 
 def test_stream_depends_on_seed_and_epoch_only():
@@ -247,7 +247,7 @@ def test_a_worker_s_private_memory_does_not_grow_with_the_cache(tmp_path):
 
     loader = torch.utils.data.DataLoader(
         Private(folder), batch_size=None, num_workers=1,
-        sampler=[(np.arange(start, start + 500), True) for start in range(0, 20_000, 500)],
+        sampler=[Item(np.arange(start, start + 500)) for start in range(0, 20_000, 500)],
     )  # fmt: skip
     private = list(loader)
     assert private[-1] - private[0] < 20

@@ -91,8 +91,7 @@ class Metrics(StepCallback):
     def on_validation_end(self, trainer: Trainer, module: Distiller) -> None:
         self._since = (self._since[0] + time.monotonic() - self._paused, self._since[1])
         means = module.validation.means()
-        log(trainer, {"val/alpha": means["alpha"], "val/kl": means["kl"], "val/loss": means["loss"],
-                      "train/tokens": self.tokens})  # fmt: skip
+        log(trainer, {**{f"val/{name}": value for name, value in means.items()}, "train/tokens": self.tokens})
 
     def teardown(self, trainer: Trainer, module: Distiller, stage: str) -> None:
         if self.bar is not None:
@@ -115,6 +114,10 @@ def expected_tokens(data: PackedDataModule, world_size: int) -> int:
     return round(per_epoch * wanted / batches)
 
 
+def trained(module: Distiller) -> list[Tensor]:
+    return [p for p in module.draft.parameters() if p.requires_grad]
+
+
 class WeightAverage(StepCallback):
     """Exponential moving average of the draft's weights; validation and the saved draft use it.
 
@@ -127,7 +130,7 @@ class WeightAverage(StepCallback):
         self.average: list[Tensor] | None = None
 
     def on_fit_start(self, trainer: Trainer, module: Distiller) -> None:
-        weights = list(module.draft.parameters())
+        weights = trained(module)
         if self.average is None:
             self.average = [p.detach().clone() for p in weights]
         self.average = [a.to(p.device) for a, p in zip(self.average, weights)]
@@ -136,12 +139,12 @@ class WeightAverage(StepCallback):
     def on_step(self, trainer: Trainer, module: Distiller) -> None:
         step = trainer.global_step
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self.average, [p.detach() for p in module.draft.parameters()], 1 - decay)
+        torch._foreach_lerp_(self.average, [p.detach() for p in trained(module)], 1 - decay)
 
     @torch.no_grad()
     def swap(self, module: Distiller) -> None:
         """Exchange average and weights; a second call brings them back."""
-        for average, parameter in zip(self.average, module.draft.parameters()):
+        for average, parameter in zip(self.average, trained(module)):
             kept = parameter.detach().clone()
             parameter.copy_(average)
             average.copy_(kept)
@@ -157,6 +160,25 @@ class WeightAverage(StepCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.average = state["average"]
+
+
+class Snapshots(StepCallback):
+    """`snapshots/step-000500/`: the draft as it would be saved then, every so many steps: a learning curve to decode.
+
+    average: saves these weights instead, where there is one.
+    """
+
+    def __init__(self, folder: Path, every: int, average: WeightAverage | None):
+        self.folder, self.every, self.average = folder, every, average
+
+    def on_step(self, trainer: Trainer, module: Distiller) -> None:
+        if trainer.global_step % self.every or not trainer.is_global_zero:
+            return
+        if self.average is not None:
+            self.average.swap(module)
+        module.draft.save_pretrained(self.folder / f"step-{trainer.global_step:06d}")
+        if self.average is not None:
+            self.average.swap(module)
 
 
 class Stopped(SystemExit):

@@ -13,27 +13,33 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from data.datamodule import PackedDataModule
+from data.datamodule import Item, PackedDataModule, PackedRows
+from data.draft_vocab import coverage, frequent_ids
 from data.rows import Rows
-from data.signals import SignalSpec
+from data.signals import SignalSpec, target_columns
 from eval.alpha import evaluate_pair
 from eval.entry import entry
 from eval.results import Metric, git_sha, run_info
-from eval.run import Pair, cast_weights
-from models.drafts import load_draft, max_positions
+from eval.run import Pair, load_for
+from models.drafts import max_positions
+from models.eagle import EagleHead
 from models.errors import UserError
 from models.target import Target, resolve_device
 from train.cache import caches, rows_of, say
-from train.callbacks import Metrics, StateCheckpoint, WeightAverage
+from train.callbacks import Metrics, Snapshots, StateCheckpoint, WeightAverage
 from train.loggers import finish_loggers
+from train.eagle_module import Eagle1Distiller, Eagle3Distiller
 from train.losses import LossSpec
 from train.module import Distiller, OptimSpec
 from train.run_folder import RunFolder, Start, read_checkpoint
@@ -45,6 +51,7 @@ def distill(cfg: DictConfig) -> Path:
     device = resolve_device(cfg.device)
     loss, optim, trainer = (instantiate(cfg[group], _convert_="all") for group in ("loss", "optim", "trainer"))
     check_lengths(cfg, trainer)
+    check_head(cfg)
     if loss.temperature != 1 and cfg.cache.signal == "topk":
         raise UserError(f"loss.temperature={loss.temperature}: needs the whole distribution, set cache=hidden")
     if cfg.cache.mode not in ("disk", "none"):
@@ -60,15 +67,21 @@ def distill(cfg: DictConfig) -> Path:
         return folder.path
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     target: Target = instantiate(cfg.target)
-    draft: PreTrainedModel = instantiate(cfg.draft, target=target, seed=cfg.seed)
-    if cfg.data.max_length > max_positions(draft):
-        raise UserError(too_long(cfg.data.max_length, max_positions(draft)))
+    if is_head(cfg):
+        rows = {split: rows_of(cfg, target, split) for split in ("train", "held_out")}
+        draft, vocab_metrics = build_head(cfg, target, rows)
+    else:
+        draft, vocab_metrics = instantiate(cfg.draft, target=target, seed=cfg.seed), {}
+        if cfg.data.max_length > max_positions(draft):
+            raise UserError(too_long(cfg.data.max_length, max_positions(draft)))
+        rows = {split: rows_of(cfg, target, split) for split in ("train", "held_out")}
     spec = SignalSpec(cfg.cache.signal, cfg.cache.top_k, target.tap_ids)
     spec.check(target)
-    rows = {split: rows_of(cfg, target, split) for split in ("train", "held_out")}
     sources, cache_metrics = caches(cfg, target, spec, rows)
     if cfg.plan:
         return folder.path
+    if isinstance(draft, EagleHead) and draft.config.version == 3:
+        draft.set_tap_scale(some_taps(target, sources["train"], spec), keep_function=cfg.draft.init != "scratch")
     folder.begin(config, overwrite=cfg.overwrite)
     try:
         loggers = [
@@ -93,7 +106,8 @@ def distill(cfg: DictConfig) -> Path:
             trainer=trainer,
             loggers=loggers,
             seed=cfg.seed,
-            extra=cache_metrics,
+            extra=cache_metrics | vocab_metrics,
+            simulation=dict(cfg.draft.simulation) if cfg.draft.kind == "eagle3" else {},
         )
         if is_first_rank:
             folder.save_draft(draft, target.tokenizer)
@@ -120,7 +134,7 @@ def distill(cfg: DictConfig) -> Path:
 
 
 def fit(
-    draft: PreTrainedModel,
+    draft: PreTrainedModel | EagleHead,
     target: Target,
     sources: dict[str, Rows | Path],
     *,
@@ -133,6 +147,7 @@ def fit(
     loggers: list,
     seed: int,
     extra: dict[str, float],
+    simulation: dict[str, Any],
 ) -> tuple[dict[str, Any], bool]:
     """Train `draft` in place (with ema_decay: to its average). Returns the figures, and whether this is rank 0."""
     began = time.monotonic()
@@ -147,21 +162,41 @@ def fit(
         accumulate=trainer.accumulate,
         num_workers=trainer.num_workers,
         pin_memory=device.type == "cuda",
+        simulated_steps=simulation.get("steps") or 0,
     )
     total_steps = data.num_steps(trainer.num_devices(device) * trainer.num_nodes)
-    module = Distiller(
-        draft, vocab_size=target.vocab_size, loss=loss, optim=optim, signal=spec, total_steps=total_steps, target=target
-    )
+    wiring = {
+        "vocab_size": target.vocab_size,
+        "loss": loss,
+        "optim": optim,
+        "signal": spec,
+        "total_steps": total_steps,
+        "target": target,
+    }
+    if isinstance(draft, EagleHead) and draft.config.version == 1:
+        module: Distiller = Eagle1Distiller(draft, **wiring)
+    elif isinstance(draft, EagleHead):
+        module = Eagle3Distiller(draft, **wiring, **simulation, metrics_every=trainer.log_every_steps)
+    else:
+        module = Distiller(draft, **wiring)
     metrics = Metrics(every=trainer.log_every_steps, extra=extra)
     average = WeightAverage(optim.ema_decay) if optim.ema_decay is not None else None
     state = StateCheckpoint(
         folder.checkpoint, every_minutes=trainer.checkpoint_every_minutes, every_steps=trainer.checkpoint_every_steps
     )
-    callbacks = [metrics, *([average] if average else []), state]  # the state last: it holds what the others did
+    snapshots = []
+    if trainer.snapshot_every_steps:
+        snapshots = [Snapshots(folder.path / "snapshots", trainer.snapshot_every_steps, average)]
+    callbacks = [
+        metrics,
+        *([average] if average else []),
+        *snapshots,
+        state,
+    ]  # the state last: it holds what the others did
     if start.step is not None and start.step >= total_steps:  # ended before its draft was saved
         restored = read_checkpoint(start.checkpoint)
         module.load_state_dict(restored["state_dict"])
-        for callback in callbacks[:-1]:
+        for callback in (metrics, *([average] if average else [])):
             callback.load_state_dict(restored["callbacks"][callback.state_key])
         is_first_rank = rank_zero_only.rank == 0
     else:
@@ -185,10 +220,43 @@ def fit(
 
 def judge(cfg: DictConfig, folder: RunFolder, target: Target, rows: Rows) -> dict[str, Metric]:
     """Expected acceptance of the draft as saved, merged into outputs/<run>/results.json."""
-    draft = cast_weights(load_draft(folder.path), target.dtype).to(target.device).eval()
+    draft = load_for(target, folder.path)
     pair = Pair(target, draft, name=folder.name, draft_name=folder.name, config=cfg, run=None)
     # figures of a former draft of this name are stale now
     return evaluate_pair(pair, cfg.alpha, rows=rows, seed=cfg.seed, output_root=cfg.output_root, overwrite=True)
+
+
+def is_head(cfg: DictConfig) -> bool:
+    return cfg.draft.kind in ("eagle3", "eagle1")
+
+
+def check_head(cfg: DictConfig) -> None:
+    """A head's needs, told before anything is loaded."""
+    if is_head(cfg) and cfg.cache.signal != "hidden":
+        raise UserError(f"cache.signal={cfg.cache.signal}: draft={cfg.draft.kind} learns from cache=hidden; set it so")
+    if cfg.draft.kind == "eagle3" and cfg.target.tap_ids is None:
+        raise UserError("target.tap_ids=null: draft=eagle3 reads taps of the target; set target.tap_ids=default")
+
+
+def build_head(cfg: DictConfig, target: Target, rows: dict[str, Rows]) -> tuple[EagleHead, dict[str, float]]:
+    """The head, its draft vocabulary chosen by the training rows; and how much of each split that covers."""
+    size = cfg.draft.draft_vocab_size
+    if size is None or size >= target.vocab_size:
+        return instantiate(cfg.draft, target=target, seed=cfg.seed), {}
+    ids = frequent_ids(rows["train"], size, target.vocab_size)
+    covered = {f"draft_vocab/coverage_{split}": coverage(each, ids) for split, each in rows.items()}
+    shares = ", ".join(f"{value:.2%} of {name.rsplit('coverage_')[1]}" for name, value in covered.items())
+    say(f"draft vocabulary: {size:,} of {target.vocab_size:,} ids, {shares} tokens that count")
+    return instantiate(cfg.draft, target=target, seed=cfg.seed, draft_vocab=torch.from_numpy(ids)), covered
+
+
+def some_taps(target: Target, source: Rows | Path, spec: SignalSpec, num_rows: int = 64) -> Tensor:  # (n, L, D)
+    """Taps of the supervised tokens of the first training rows: what the head's input is like."""
+    packed = PackedRows(source)
+    batch = packed[Item(np.arange(min(num_rows, len(packed.row_lengths()))))]
+    if "taps" not in batch:
+        batch |= target_columns(target, batch["input_ids"], batch["row_offsets"], spec)
+    return batch["taps"].cpu()[batch["loss_mask"]]
 
 
 def check_lengths(cfg: DictConfig, trainer: TrainerSpec) -> None:

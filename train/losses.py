@@ -280,15 +280,26 @@ def dense_terms(
     target_z: Tensor,  # (c, V) the target's logits (any normalisation), overwritten
     loss: LossSpec,
     *,
+    log_normaliser: Tensor | None = None,  # (c, 1) of the target's full logits, where z covers a part of its ids
     with_grad: bool = True,
 ) -> Terms:
-    """Loss over the whole vocabulary. -inf on either side is probability 0."""
-    if loss.name == "forward_kl" and loss.temperature == 1:
+    """Loss over the whole vocabulary, or over the draft's part of it. -inf on either side is probability 0.
+
+    log_normaliser: then TV, LK and alpha take the target's full probabilities (what is missing counts as rejected) and
+    KL those renormalised over the shared ids.
+    """
+    if loss.name == "forward_kl" and loss.temperature == 1 and log_normaliser is None:
         return _dense_forward_kl(z, target_z, with_grad)
     z, target_z = z.clamp_(min=LOWEST), target_z.clamp_(min=LOWEST)
     temperature = loss.temperature
+    if log_normaliser is not None and temperature != 1:
+        raise UserError(
+            f"loss.temperature={temperature}: the target's mass outside of a draft vocabulary is known at "
+            "temperature 1 only; set loss.temperature=1, or draft.draft_vocab_size=null"
+        )
     log_q, log_p = (z / temperature).log_softmax(-1), (target_z / temperature).log_softmax(-1)
-    value, alpha, kl, grad = _divergence(log_p, log_q, loss)
+    full = None if log_normaliser is None else (target_z - log_normaliser).exp()  # (c, Vd)
+    value, alpha, kl, grad = _divergence(log_p, log_q, loss, full)
     if temperature != 1:
         grad = grad / temperature
         _, alpha, kl, _ = _divergence(target_z.log_softmax(-1), z.log_softmax(-1), loss)
@@ -312,10 +323,12 @@ def _divergence(
     log_p: Tensor,  # (c, b) target, normalised, finite
     log_q: Tensor,  # (c, b) draft
     loss: LossSpec,
+    full: Tensor | None = None,  # (c, b) target probabilities that need not sum to 1, for alpha, TV and LK
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (c), (c), (c), (c, b)
     """(loss, alpha, KL(p | q), h - q * sum(h)) of distributions over b outcomes, as the module states them."""
     p, q = log_p.exp(), log_q.exp()
-    alpha = torch.minimum(p, q).sum(-1)  # (c)
+    full = p if full is None else full
+    alpha = torch.minimum(full, q).sum(-1)  # (c)
     kl = (p * (log_p - log_q)).sum(-1)  # (c)
     scale = loss.temperature**2  # of KL terms only: alpha and TV are probabilities
     if loss.name == "forward_kl" or (loss.name == "jsd" and loss.beta == 0):
@@ -329,7 +342,7 @@ def _divergence(
         h = scale * (1 - beta) * q * (log_q - log_m)
         value = scale * beta * (p * (log_p - log_m)).sum(-1) + h.sum(-1)
     else:
-        h_tv = -q * (q < p)
+        h_tv = -q * (q < full)
         if loss.name == "tv":
             value, h = 1 - alpha, h_tv
         elif loss.name == "lk_log":

@@ -17,7 +17,7 @@ from eval.results import Metric
 from models.drafts import gpt2_draft
 from train.losses import LossSpec
 from train.measure import interleaved_times, median_rate, median_ratio
-from train.module import Distiller, OptimSpec, adamw
+from train.module import Distiller, OptimSpec, make_optimizer
 
 CLIP, LR = 1.0, 1e-4
 
@@ -87,7 +87,7 @@ def _our_step(draft: PreTrainedModel, batch: dict[str, Tensor], precision: str) 
         total_steps=1000,
     ).to(device)
     module._trainer = SimpleNamespace(accumulate_grad_batches=1, world_size=1)  # all that the hook asks it
-    optimizer = adamw(draft, module.optim)
+    optimizer = make_optimizer(draft, module.optim)
 
     def step() -> float:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):

@@ -6,31 +6,40 @@ were split.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from lightning import LightningModule
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from data.datamodule import Batch
 from data.signals import SignalSpec, split_specs, target_columns
 from models.drafts import packed_hidden
+from models.eagle import EagleHead
 from models.errors import UserError
 from models.target import Target
 from train.losses import DistillLoss, HiddenSignal, LossSpec, Signal, TopKSignal, distill_loss
 
-SCHEDULES = ("cosine", "linear", "constant")
+NOT_DECAYED = ("embed", "wte", "wpe", "lm_head")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+WSD_DECAY = 0.3  # share of the steps after warm-up in which `wsd` goes down
 
 
 @dataclass(frozen=True)
 class OptimSpec:
-    """AdamW, warm-up, decay, clipping. Units: lr a step; fractions of all optimiser steps, and of lr."""
+    """AdamW, warm-up, decay, clipping. Units: lr a step; fractions of all optimiser steps, and of lr.
+
+    muon_lr: if given, the blocks' matrices are trained by Muon at this rate instead (Jordan et al. 2024; scaled to the
+    size of AdamW's steps, arXiv:2502.16982), and AdamW at `lr` keeps gains, embeddings and heads.
+    """
 
     lr: float = 1e-3
+    muon_lr: float | None = None
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     warmup_fraction: float = 0.05
@@ -40,9 +49,10 @@ class OptimSpec:
     ema_decay: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "warmup_fraction", "final_lr_fraction", "clip", "ema_decay"):
+        for name in ("lr", "weight_decay", "warmup_fraction", "final_lr_fraction", "clip", "ema_decay",
+                     "muon_lr"):  # fmt: skip
             value = getattr(self, name)
-            if value is None and name in ("clip", "ema_decay"):
+            if value is None and name in ("clip", "ema_decay", "muon_lr"):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise UserError(f"optim.{name}={value}: must be a number of at least 0")
@@ -65,6 +75,7 @@ class OptimSpec:
             return (step + 1) / (warmup + 1)
         progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
         shape = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}
+        shape["wsd"] = min(1.0, (1 - progress) / WSD_DECAY)
         return self.final_lr_fraction + (1 - self.final_lr_fraction) * shape[self.schedule]
 
 
@@ -90,6 +101,10 @@ class TokenSums:
         loss, alpha, kl, tokens = self.sums.tolist()
         return {name: value / max(tokens, 1) for name, value in (("loss", loss), ("alpha", alpha), ("kl", kl))}
 
+    def gradient_divisor(self) -> Tensor:  # ()
+        """What turns the gradients of the window's sum into those of its mean."""
+        return self.sums[3].clamp(min=1)
+
 
 class Distiller(LightningModule):
     """Trains `draft` on what the target says, from cached columns or from the target itself.
@@ -102,7 +117,7 @@ class Distiller(LightningModule):
 
     def __init__(
         self,
-        draft: PreTrainedModel,
+        draft: PreTrainedModel | EagleHead,
         *,
         vocab_size: int,
         loss: LossSpec,
@@ -156,22 +171,28 @@ class Distiller(LightningModule):
         )
 
     def _signal(self, batch: Batch, spec: SignalSpec) -> Signal:
-        name = "topk_ids" if spec.signal == "topk" else "final_hidden"
-        if name not in batch:
-            assert self.target is not None, "batches without columns need the target"
-            with torch.autocast(self.device.type, enabled=False):
-                columns = target_columns(self.target, batch["input_ids"], batch["row_offsets"], spec)
-            batch = {**batch, **columns}
+        batch = self.with_columns(batch, spec)
         if spec.signal == "topk":
             return TopKSignal(batch["topk_ids"], batch["topk_logprobs"], batch["tail_logprob"])
         return HiddenSignal(batch["final_hidden"].to(self.target.dtype), self.target.logits)
 
+    def with_columns(self, batch: Batch, spec: SignalSpec) -> Batch:
+        """The batch with the signal's columns: from the cache, or from the target now."""
+        if ("topk_ids" if spec.signal == "topk" else "final_hidden") in batch:
+            return batch
+        assert self.target is not None, "batches without columns need the target"
+        with torch.autocast(self.device.type, enabled=False):
+            return {**batch, **target_columns(self.target, batch["input_ids"], batch["row_offsets"], spec)}
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # ()
         out = self.distill(batch, self.specs["train"])
         if self.window is None:
-            self.window = TokenSums.zero(self.device)
+            self.window = self.zero_sums()
         self.window.add(out)
         return out.loss_sum
+
+    def zero_sums(self) -> TokenSums:
+        return TokenSums.zero(self.device)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients of a sum -> of the mean over the window's tokens, clipped; one pass over them for both.
@@ -182,14 +203,14 @@ class Distiller(LightningModule):
         self.last_window, self.window = self.window, None
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         factor = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        scale = (factor / self.last_window.sums[3].clamp(min=1)).float()
+        scale = (factor / self.last_window.gradient_divisor()).float()
         self.grad_norm = scale * nn.utils.get_total_norm(grads)
         if self.optim.clip:
             scale = scale * (self.optim.clip / (self.grad_norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, scale)
 
     def on_validation_epoch_start(self) -> None:
-        self.validation = TokenSums.zero(self.device)
+        self.validation = self.zero_sums()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.validation.add(self.distill(batch, self.specs["held_out"]))
@@ -198,18 +219,53 @@ class Distiller(LightningModule):
         self.validation.all_reduce()
 
     def configure_optimizers(self) -> dict:
-        optimizer = adamw(self.draft, self.optim)
+        optimizer = make_optimizer(self.draft, self.optim)
         schedule = LambdaLR(optimizer, lambda step: self.optim.lr_factor(step, self.total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def adamw(draft: nn.Module, optim: OptimSpec) -> AdamW:
-    """AdamW over the draft. Weight decay only on the blocks' matrices: a gain or a bias has no scale to shrink, and an
-    embedding row of a rare token gets decay at every step but a gradient at few. Fused: one kernel a step, CPU too."""
-    embeddings = {id(draft.get_input_embeddings().weight), id(draft.get_output_embeddings().weight)}
-    decayed, plain = [], []
+def make_optimizer(draft: nn.Module, optim: OptimSpec) -> Optimizer:
+    """AdamW over the draft, or Muon over its blocks' matrices beside it.
+
+    Weight decay only on the blocks' matrices: a gain or a bias has no scale to shrink, and an embedding row of a rare
+    token gets decay at every step but a gradient at few. AdamW is fused: one kernel a step, on a CPU too.
+    """
+    matrices, others = [], []
     for name, parameter in draft.named_parameters():
-        is_matrix = parameter.dim() >= 2 and id(parameter) not in embeddings and "wpe" not in name
-        (decayed if is_matrix else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
+        if not parameter.requires_grad:
+            continue
+        is_matrix = parameter.dim() >= 2 and not any(part in name for part in NOT_DECAYED)
+        (matrices if is_matrix else others).append(parameter)
+    decayed = {"params": matrices, "weight_decay": optim.weight_decay}
+    plain = {"params": others, "weight_decay": 0.0}
+    if optim.muon_lr is None:
+        return AdamW([decayed, plain], lr=optim.lr, betas=optim.betas, fused=True)
+    return MuonAndAdamW(
+        Muon([decayed], lr=optim.muon_lr, adjust_lr_fn="match_rms_adamw"),
+        AdamW([plain], lr=optim.lr, betas=optim.betas, fused=True),
+    )
+
+
+class MuonAndAdamW(Optimizer):
+    """Two optimisers over disjoint parameters, as one for schedules, checkpoints and Lightning."""
+
+    def __init__(self, muon: Muon, adamw: AdamW):
+        self.parts = (muon, adamw)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        for part, groups in zip(self.parts, ([0], [1])):
+            part.param_groups = [self.param_groups[i] for i in groups]  # one list of groups: a schedule sets both
+            part.state = self.state
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        for part, group in zip(self.parts, self.param_groups):
+            part.param_groups, part.state = [group], self.state

@@ -32,10 +32,11 @@ class TrainerSpec:
     log_every_steps: int = 10
     checkpoint_every_minutes: float | None = 10.0
     checkpoint_every_steps: int | None = None
+    snapshot_every_steps: int | None = None
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        optional = ("max_epochs", "max_steps", "val_every_steps", "checkpoint_every_steps")
+        optional = ("max_epochs", "max_steps", "val_every_steps", "checkpoint_every_steps", "snapshot_every_steps")
         for name in (*optional, "batch_tokens", "accumulate", "num_nodes", "log_every_steps"):
             value = getattr(self, name)
             if value is None and name in optional:
