@@ -14,6 +14,7 @@ from data.draft_vocab import coverage, frequent_ids
 from data.rows import Rows
 from data.signals import SignalSpec
 from eval.alpha import evaluate_alpha, token_alpha
+from eval.loop import speculative_decode
 from models.eagle import EagleHead, build_eagle, is_eagle_folder, load_eagle
 from models.errors import UserError
 from models.target import Target, load_target
@@ -287,3 +288,36 @@ def test_expected_alpha_counts_what_the_loop_drafts(target: Target, kind: str) -
     assert metrics["alpha_tokens/held_out"].value == total
     for t, value in alphas.items():
         assert metrics[f"alpha_expected/held_out/T{t:g}"].value == pytest.approx(value / total, abs=1e-4)
+
+
+@pytest.mark.parametrize("source", ["random:tiny_llama", "random:tiny_gpt2"])
+def test_over_fitted_to_an_answer_every_draft_is_accepted(source: str) -> None:
+    """Trained on the target's own greedy answer until it hits every token at every step, the loop rejects nothing: any
+    difference between training and decoding would show."""
+    target = load_target(source, dtype="fp32", device="cpu", tap_ids=[0, 1, 3])
+    prompt = list(b"Tell me about whales.")
+    plain = speculative_decode(target, None, prompt, temperature=0, max_new_tokens=40, eos_token_ids=())
+    ids = np.array(prompt + plain.token_ids, dtype=np.int32)
+    rows = Rows(ids, np.arange(len(ids)) >= len(prompt), np.array([0, len(ids)]), np.array([0]))
+    head = build_eagle(target=target, draft_vocab_size=None)
+    module = distiller(target, head, steps=4)
+    batch = module.with_columns(PackedRows(rows)[Item(np.arange(1))], module.specs["train"])
+    head.set_tap_scale(batch["taps"], keep_function=False)
+    optimizer = make_optimizer(head, OptimSpec(lr=5e-3, weight_decay=0.0))
+    for i in range(500):
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-3 * (1 - i / 500)
+        optimizer.zero_grad()
+        out = module.distill(batch, module.specs["train"])
+        out.loss_sum.backward()
+        optimizer.step()
+    with torch.no_grad():
+        sums = module.distill(batch, module.specs["train"]).sums
+    assert torch.equal(sums.hits.long(), sums.counts), (sums.hits, sums.counts)
+    for method, depth in (("chain_k4", 4), ("static_2x1x1x1", 4), ("dynamic_d4_k2_n14", 4)):
+        result = speculative_decode(
+            target, head.eval(), prompt, method=method, temperature=0, max_new_tokens=36, eos_token_ids=()
+        )
+        assert result.token_ids == plain.token_ids[:36]
+        assert [r.accepted_uncut for r in result.rounds] == [depth] * len(result.rounds), (method, result.rounds)
+        assert result.tau == 5.0
