@@ -66,7 +66,7 @@ class PackedRows(Dataset):
             slots = steps_of_slots(supervised, starts, steps)  # (N,)
             is_counted = slots[:, None] > torch.arange(steps)  # (N, S)
             sums = torch.cat((torch.zeros(1, steps, dtype=torch.int64), is_counted.cumsum(0)))  # (N + 1, S)
-            counts.append(sums[offsets].diff(dim=0).numpy())
+            counts.append(sums[starts].diff(dim=0).numpy())
         return np.concatenate(counts)
 
     def __getitem__(self, item: Item) -> Batch:

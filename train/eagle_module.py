@@ -213,7 +213,8 @@ class Eagle1Distiller(Distiller):
         if torch.is_grad_enabled():
             lengths = offsets.diff()
             per_row = 2 * NOISE * NOISE_LENGTH / lengths.repeat_interleave(lengths)  # (N,)
-            inputs = features + (torch.rand_like(features) - 0.5) * per_row[:, None]
+            uniform = torch.rand(features.shape, generator=self._generator(batch), device=features.device)
+            inputs = features + (uniform - 0.5) * per_row[:, None]
         following = batch["input_ids"].roll(-1)  # (N,) x[p+1]; a row's last slot does not count
         out = packed_outputs(self.draft, following, inputs, batch["position_ids"], offsets)  # (N, D)
         nexts = features.roll(-1, dims=0)  # (N, D) f[p+1]
@@ -227,6 +228,11 @@ class Eagle1Distiller(Distiller):
         )
         regression = nn.functional.smooth_l1_loss(out[is_slot].float(), nexts[is_slot], reduction="none").mean(-1).sum()
         return replace(through_head, loss_sum=regression + LOGITS_SHARE * through_head.loss_sum)
+
+    def _generator(self, batch: Batch) -> torch.Generator:
+        """Noise is a function of step and rows: a resumed run draws what an uninterrupted one did."""
+        step = 0 if self._trainer is None else self.trainer.global_step
+        return torch.Generator(self.device).manual_seed(hash((step, int(batch["row_ids"][0]))) % 2**63)
 
 
 def packed_outputs(
