@@ -5,7 +5,7 @@ ARGS ?=
 RUN ?=
 run_arg = $(if $(RUN),run=$(RUN))
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-peer quickstart test test-fast test-long lint cache train eval-alpha eval-decode verify-cache bench gpu-check
+.PHONY: help setup setup-peer quickstart test test-fast test-long lint cache train eval-alpha eval-decode verify-cache regenerate bench gpu-check
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -58,6 +58,9 @@ eval-decode: setup ## the speculative loop against plain decoding, newest run or
 
 verify-cache: setup ## check every byte and value: make verify-cache CACHE=cache/NAME
 	$(PY) -m data.verify $(or $(CACHE),cache)
+
+regenerate: setup ## the target answers prompts: make regenerate ARGS="+experiment=NAME prompts=FILE out=FILE"
+	$(PY) -m train.regenerate $(ARGS)
 
 bench: setup ## ratios within one run, into outputs/bench/results.json
 	$(PY) -m train.bench $(ARGS)

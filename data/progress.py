@@ -37,17 +37,20 @@ class ProgressBar:
         """Units a second of this process so far."""
         return self._new / max(time.monotonic() - self._start, 1e-9)
 
+    def _told_rate(self) -> str:
+        return f"{self.rate:,.0f} {self.unit}/s" if self.rate >= 10 else f"{self.rate:.2g} {self.unit}/s"
+
     def advance(self, count: int) -> None:
         self.done += count
         self._new += count
         now = time.monotonic()
         if self._live is not None:
-            self._live.update(self._task, completed=self.done, rate=f"{self.rate:,.0f} {self.unit}/s")
+            self._live.update(self._task, completed=self.done, rate=self._told_rate())
         elif now - self._last_line >= self._line_every_s or self.done >= self.total:
             self._last_line = now
             left = max(self.total - self.done, 0) / max(self.rate, 1e-9)
             print(
-                f"{self.description}: {self.done:,}/{self.total:,} {self.unit}, {self.rate:,.0f} {self.unit}/s, "
+                f"{self.description}: {self.done:,}/{self.total:,} {self.unit}, {self._told_rate()}, "
                 f"{left:,.0f} s left",
                 file=sys.stderr,
                 flush=True,

@@ -114,7 +114,8 @@ def read_source(source: Mapping[str, Any], where: str) -> Iterator[Document]:
         return
     for path in source_files(source["path"], where):
         if _suffix(path) in JSON_SUFFIXES:
-            yield from _read_json_lines(path, source)
+            for origin, row in read_json_lines(path):
+                yield _to_document(row, source, origin)
         else:
             yield from _read_text(path, source)
 
@@ -186,7 +187,7 @@ def _read_text(path: Path, source: Mapping[str, Any]) -> Iterator[Document]:
         text = file.read(LONG_TEXT)
         if len(text) < LONG_TEXT:
             if text:
-                yield Document(str(path), text=_clean(text))
+                yield Document(str(path), text=clean(text))
             return
         while True:
             block = file.read(PIECE) if len(text) <= PIECE else ""
@@ -197,12 +198,13 @@ def _read_text(path: Path, source: Mapping[str, Any]) -> Iterator[Document]:
             if cut == PIECE // 2:
                 cut = text.rfind("\n", PIECE // 2, PIECE) + 1 or PIECE
             if len(text) > cut:
-                yield Document(str(path), text=_clean(text[:cut]), is_complete=False)
+                yield Document(str(path), text=clean(text[:cut]), is_complete=False)
                 text = text[cut:]
-        yield Document(str(path), text=_clean(text))
+        yield Document(str(path), text=clean(text))
 
 
-def _read_json_lines(path: Path, source: Mapping[str, Any]) -> Iterator[Document]:
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """(file:line, value) of each line of a plain or gzip JSONL file that is not blank."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -211,7 +213,7 @@ def _read_json_lines(path: Path, source: Mapping[str, Any]) -> Iterator[Document
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise UserError(f"{path}:{number}: not valid JSON ({error.msg}); each line is one object") from error
-            yield _to_document(row, source, f"{path}:{number}")
+            yield f"{path}:{number}", row
 
 
 def _read_dataset(source: Mapping[str, Any], where: str) -> Iterator[Document]:
@@ -258,11 +260,12 @@ def _to_document(row: Any, source: Mapping[str, Any], origin: str) -> Document:
     if kind == "text":
         if not isinstance(row[key], str):
             raise UserError(f"{origin}: {key!r} must be a string, got {type(row[key]).__name__}")
-        return Document(origin, text=_clean(row[key]))
-    return Document(origin, messages=_to_messages(row["messages"], origin), finish_reason=row.get("finish_reason"))
+        return Document(origin, text=clean(row[key]))
+    return Document(origin, messages=to_messages(row["messages"], origin), finish_reason=row.get("finish_reason"))
 
 
-def _to_messages(messages: Any, origin: str) -> list[dict]:
+def to_messages(messages: Any, origin: str) -> list[dict]:
+    """The turns of a chat, checked. Raises UserError with the origin."""
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{origin}: 'messages' must be a list of {{role, content}} with at least one turn")
     for number, message in enumerate(messages):
@@ -270,10 +273,10 @@ def _to_messages(messages: Any, origin: str) -> list[dict]:
         if not is_turn or not isinstance(message.get("content"), str):
             raise UserError(f"{origin}: messages[{number}] needs the strings 'role' and 'content'")
     # A `datasets` table fills the keys that a row lacks with None; templates test for keys.
-    return [{k: v for k, v in m.items() if v is not None} | {"content": _clean(m["content"])} for m in messages]
+    return [{k: v for k, v in m.items() if v is not None} | {"content": clean(m["content"])} for m in messages]
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """The text with lone surrogates (JSON can hold them, UTF-8 and tokenizers cannot) replaced."""
     try:
         text.encode()

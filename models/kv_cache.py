@@ -10,6 +10,7 @@ slots are written by index: shapes stay the same from step to step, so that CUDA
 """
 
 import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -119,6 +120,31 @@ class RollbackCache(Cache):
             layer.keys[:, :, start : start + len(slots)] = layer.keys[:, :, slots]
             layer.values[:, :, start : start + len(slots)] = layer.values[:, :, slots]
             layer.length = start + len(slots)
+
+    def join(self, parts: Sequence[tuple["RollbackCache", Tensor]], length: int) -> None:
+        """Take the given batch rows (R,) of other caches, all rows ending at slot `length`; this cache is empty before.
+
+        The parts lose their buffers block by block, so that memory holds one more block, not a second cache.
+        """
+        for index, layer in enumerate(self.layers):
+            sources = [(part.layers[index], rows) for part, rows in parts]
+            num_rows = sum(len(rows) for _, rows in sources)
+            for name in ("keys", "values"):
+                buffers = [getattr(source, name) for source, _ in sources]
+                shape = (num_rows, buffers[0].shape[1], layer.capacity, buffers[0].shape[3])
+                joined = torch.zeros(shape, dtype=buffers[0].dtype, device=buffers[0].device)  # (B, H, S, Dh)
+                first = 0
+                for buffer, (source, rows) in zip(buffers, sources):
+                    kept = min(length, source.length)  # the longest row may have left
+                    joined[first : first + len(rows), :, length - kept : length] = buffer[
+                        rows, :, source.length - kept : source.length
+                    ]
+                    first += len(rows)
+                setattr(layer, name, joined)
+            for source, _ in sources:
+                source.keys = source.values = None
+            layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
+            layer.is_initialized, layer.length = True, length
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:  # (1, T)
         """Positions of the next `num_tokens` tokens of a chain."""

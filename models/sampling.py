@@ -97,9 +97,14 @@ def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
     Inverse of the distribution function in fp64: one uniform number a draw and one pass over the vocabulary.
     """
-    cdf = weights.cumsum(-1, dtype=torch.float64)  # (..., V)
     uniform = torch.rand((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device, generator=generator)
-    return torch.searchsorted(cdf, uniform.mul_(BELOW_ONE).mul_(cdf[..., -1:]), right=True)[..., 0]
+    return sample_at(weights, uniform)
+
+
+def sample_at(weights: Tensor, uniform: Tensor) -> Tensor:  # (..., V), (..., 1) fp64 in [0, 1) -> (...)
+    """The ids at these points of the distribution function: `sample` with random numbers that the caller drew."""
+    cdf = weights.cumsum(-1, dtype=torch.float64)  # (..., V)
+    return torch.searchsorted(cdf, uniform * BELOW_ONE * cdf[..., -1:], right=True)[..., 0]
 
 
 @torch.inference_mode()

@@ -1,0 +1,54 @@
+"""Prompts for a target to answer: the user's turns of chats, or single prompts, out of JSONL(.gz) files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.sources import REPO_ROOT, clean, read_json_lines, to_messages
+from models.errors import UserError
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    messages: list[dict]  # system and user turns; each user turn wants an answer
+    extra: dict[str, Any]  # what else the row carries (id, source, ...)
+
+    @property
+    def user_turns(self) -> list[int]:
+        """Where in `messages` they are."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+
+
+def read_prompts(path: str | Path, *, turns: str = "all") -> list[ChatPrompt]:
+    """Rows {"messages": [...]} (answers in them are left out: the target gives its own), {"prompt"} or {"text"}.
+
+    turns: `all` keeps every user turn, `first` the chat up to the first one. Raises UserError naming file and line.
+    """
+    found = next((root / path for root in (Path(), REPO_ROOT) if (root / path).is_file()), None)
+    if found is None:
+        raise UserError(f"prompts={path}: no such file; give a JSONL file of chats, prompts or texts")
+    prompts = [_to_prompt(row, origin, turns) for origin, row in read_json_lines(found)]
+    if not prompts:
+        raise UserError(f"prompts={path}: the file holds no prompt")
+    return prompts
+
+
+def _to_prompt(row: Any, origin: str, turns: str) -> ChatPrompt:
+    key = next((k for k in ("messages", "prompt", "text") if isinstance(row, Mapping) and row.get(k) is not None), None)
+    if key is None:
+        raise UserError(f'{origin}: expected an object with "messages", "prompt" or "text"')
+    extra = {name: value for name, value in row.items() if name != key}
+    if key != "messages":
+        if not isinstance(row[key], str) or not row[key].strip():
+            raise UserError(f"{origin}: {key!r} must be a text that is not empty")
+        return ChatPrompt([{"role": "user", "content": clean(row[key])}], extra)
+    messages = [{"role": m["role"], "content": m["content"]} for m in to_messages(row["messages"], origin)]
+    if unknown := sorted({m["role"] for m in messages} - {"system", "user", "assistant"}):
+        raise UserError(f"{origin}: a turn of role {unknown[0]!r} cannot be answered anew; leave such chats out")
+    messages = [m for m in messages if m["role"] != "assistant"]
+    prompt = ChatPrompt(messages, extra)
+    if not prompt.user_turns:
+        raise UserError(f"{origin}: no user turn to answer")
+    last = prompt.user_turns[0 if turns == "first" else -1]
+    return ChatPrompt(messages[: last + 1], extra)

@@ -1,0 +1,248 @@
+"""Regenerated chats: the pipeline takes them, their masks hold exactly the answers, a killed job ends the same."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import train.regenerate
+from data.masks import render_chat
+from data.prompts import read_prompts
+from data.rows import load_rows
+from models.errors import UserError
+from models.sampling import SamplingParams, generate
+from train.regenerate import PartialFile, regenerate
+
+USER = {"role": "user", "content": "What is rain?"}
+PROMPTS = [
+    {"id": 7, "source": "a", "messages": [USER]},
+    {"id": 8, "prompt": "Count to ten, slowly and aloud, then backwards."},
+    {"id": 9, "text": "Hi"},
+    {"id": 10, "messages": [{"role": "system", "content": "Be brief."}, USER]},
+    {"id": 11, "messages": [USER, {"role": "assistant", "content": "OLD"}, {"role": "user", "content": "b?"}]},
+    {"id": 12, "messages": [{"role": "user", "content": "Name a river."}]},
+]
+SAMPLED = {"temperature": 1.2, "top_p": 0.95, "max_new_tokens": 40, "batch_size": 3, "seed": 1}
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    return read_prompts(path)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answers(row: dict) -> list[str]:
+    return [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+
+
+def test_the_pipeline_takes_the_file_and_supervises_exactly_the_answers(tiny_target, prompts, tmp_path):
+    out = regenerate(tiny_target, prompts, tmp_path / "out.jsonl", num_samples=4, **SAMPLED | {"batch_size": 24})
+    written, tokenizer = lines(out), tiny_target.tokenizer
+    assert {row["finish_reason"] for row in written} == {"stop", "length"}
+    source = {"path": str(out), "kind": "chat"}
+    rows = load_rows([source], tokenizer, split="train", max_length=1024, held_out_fraction=0.0, seed=0)
+    assert len(rows) == len(written) == 4 * len(PROMPTS)
+    for i, row in enumerate(written):
+        ids, mask = rows.row(i)
+        reasons = [m.get("finish_reason", row["finish_reason"]) for m in row["messages"] if m["role"] == "assistant"]
+        wanted = [a + ("<|im_end|>" if reason == "stop" else "") for a, reason in zip(answers(row), reasons)]
+        assert tokenizer.decode(ids[mask]) == "".join(wanted)
+
+
+def test_rows_carry_what_made_them(tiny_target, prompts, tmp_path):
+    out = regenerate(tiny_target, prompts, tmp_path / "out.jsonl", num_samples=2, **SAMPLED)
+    written = lines(out)
+    assert [(row["id"], row["sample"]) for row in written] == [(p["id"], s) for p in PROMPTS for s in (0, 1)]
+    assert written[0]["source"] == "a"
+    assert len({row["seed"] for row in written}) == len(written)
+    assert len({answers(row)[0] for row in written}) == len(written)
+    hashes = {(row["target"], row["target_fingerprint"]) for row in written}
+    assert len(hashes) == 1 and hashes.pop()[0] == tiny_target.name
+    about = {"temperature": 1.2, "top_p": 0.95, "max_new_tokens": 40}
+    assert all(row.items() >= about.items() and "top_k" not in row and "prompt" not in row for row in written)
+    assert written[6]["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_greedy_rows_are_the_targets_plain_greedy_text(tiny_target, prompts, tmp_path):
+    """Turn by turn, each prompt rendered with the answers before it."""
+    out = regenerate(tiny_target, prompts, tmp_path / "out.jsonl", max_new_tokens=24)
+    for row in lines(out):
+        for i, message in enumerate(row["messages"]):
+            if message["role"] == "assistant":
+                text = render_chat(row["messages"][:i], tiny_target.tokenizer, add_generation_prompt=True)
+                ids = tiny_target.tokenizer(text, add_special_tokens=False)["input_ids"]
+                ends = tiny_target.eos_token_ids
+                [plain] = generate(
+                    tiny_target.model, [ids], SamplingParams(), max_new_tokens=24, eos_token_ids=ends
+                )  # fmt: skip
+                plain = [token for token in plain if token not in ends]
+                text = tiny_target.tokenizer.decode(plain, skip_special_tokens=True)
+                assert message["content"].rstrip("\ufffd") == text.rstrip("\ufffd")
+
+
+def test_every_user_turn_is_answered_in_sequence(tiny_target, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(PROMPTS[4]) + "\n")
+    [row] = lines(regenerate(tiny_target, read_prompts(path), tmp_path / "all.jsonl", **SAMPLED))
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant", "user", "assistant"]
+    assert "OLD" not in answers(row) and [m["content"] for m in row["messages"][::2]] == ["What is rain?", "b?"]
+    assert row["messages"][-1]["finish_reason"] == row["finish_reason"]
+    first = read_prompts(path, turns="first")
+    [row] = lines(regenerate(tiny_target, first, tmp_path / "first.jsonl", **SAMPLED))
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant"] and row["messages"][0] == USER
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 6])
+def test_an_interrupted_job_ends_with_the_same_bytes(num_rows, tiny_target, prompts, tmp_path, monkeypatch):
+    whole = regenerate(tiny_target, prompts, tmp_path / "whole.jsonl.gz", **SAMPLED)
+    assert len(gzip.decompress(whole.read_bytes()).splitlines()) == len(PROMPTS)
+    out, partial = tmp_path / "out.jsonl.gz", tmp_path / "out.jsonl.gz.partial"
+    asked: list[int] = []
+    rows_of = train.regenerate.generate_rows
+
+    def stopping(model, waiting, *args, **kwargs):
+        asked.append(len(waiting))
+        for answer in rows_of(model, waiting, *args, **kwargs):
+            if len(asked) == 1 and len(partial.read_bytes().splitlines()) > num_rows:
+                raise KeyboardInterrupt
+            yield answer
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.regenerate, "generate_rows", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(tiny_target, prompts, out, **SAMPLED)
+    assert not out.exists()
+    with partial.open("ab") as file:
+        file.write(b'{"prompt": 3, "sample": 0, "row": {"id": 10, "mess')
+    regenerate(tiny_target, prompts, out, **SAMPLED)
+    assert out.read_bytes() == whole.read_bytes() and not partial.exists()
+    assert asked == [len(PROMPTS), len(PROMPTS) - num_rows]
+
+
+def test_batch_size_changes_nothing(tiny_target, prompts, tmp_path):
+    one = regenerate(tiny_target, prompts, tmp_path / "one.jsonl", **SAMPLED | {"batch_size": 1})
+    eight = regenerate(tiny_target, prompts, tmp_path / "eight.jsonl", **SAMPLED | {"batch_size": 8})
+    assert one.read_bytes() == eight.read_bytes()
+    other = regenerate(tiny_target, prompts, tmp_path / "other.jsonl", **SAMPLED | {"seed": 2})
+    assert one.read_bytes() != other.read_bytes()
+
+
+def test_an_answer_cut_by_length_supervises_no_end_of_turn(tiny_target, prompts, tmp_path):
+    out = regenerate(tiny_target, prompts[:1], tmp_path / "out.jsonl", max_new_tokens=3)
+    [row] = lines(out)
+    assert row["finish_reason"] == "length"
+    source = {"path": str(out), "kind": "chat"}
+    rows = load_rows([source], tiny_target.tokenizer, split="train", max_length=512, held_out_fraction=0.0, seed=0)
+    ids, mask = rows.row(0)
+    assert 258 not in ids[mask]
+
+
+def test_prompts_too_long_are_left_out_and_counted(tiny_gpt2_target, tmp_path, capsys):
+    """256 positions: a prompt of 300 bytes goes, one of 200 is answered up to the last position, a chat ends early."""
+    rows = [{"text": "x" * 300}, {"text": "y" * 200}, {"text": "z"}]
+    rows.append({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b" * 300}]})
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = regenerate(tiny_gpt2_target, read_prompts(path), tmp_path / "out.jsonl", max_new_tokens=60)
+    written = lines(out)
+    assert [row["messages"][0]["content"][0] for row in written] == ["y", "z", "a"]
+    assert len(written[2]["messages"]) == 2
+    assert "1 prompts left out" in capsys.readouterr().out
+    with pytest.raises(UserError, match="all 4 are longer than 3 tokens"):
+        regenerate(tiny_gpt2_target, read_prompts(path), tmp_path / "none.jsonl", max_prompt_tokens=3)
+
+
+def test_other_settings_are_refused_and_overwrite_begins_anew(tiny_target, prompts, tmp_path, monkeypatch):
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    expected = regenerate(tiny_target, prompts, tmp_path / "expected.jsonl", **SAMPLED | {"top_p": 0.5})
+    monkeypatch.setattr(train.regenerate, "generate_rows", lambda *a, **k: iter(()))
+    monkeypatch.setattr(train.regenerate, "_write_rows", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(tiny_target, prompts, out, **SAMPLED)
+    monkeypatch.undo()
+    begun = partial.read_bytes()
+    for change in ({"temperature": 1.0}, {"num_samples": 2}, {"top_p": 0.5}, {"seed": 3}, {"max_new_tokens": 41}):
+        [(key, value)] = change.items()
+        with pytest.raises(UserError, match=rf"^regenerate\.{key}={value}: .* begun with {SAMPLED.get(key, 1)}; "):
+            regenerate(tiny_target, prompts, out, **SAMPLED | change)
+    with pytest.raises(UserError, match=r"^prompts: not the one"):
+        regenerate(tiny_target, prompts[1:], out, **SAMPLED)
+    assert partial.read_bytes() == begun
+    regenerate(tiny_target, prompts, out, **SAMPLED | {"top_p": 0.5}, overwrite=True)
+    assert out.read_bytes() == expected.read_bytes()
+
+
+def test_a_damaged_or_locked_partial_file_is_told(tmp_path):
+    path = tmp_path / "out.partial"
+    with PartialFile(path, {"seed": 1}, overwrite=False) as file:
+        file.append((0, 0), {"a": 1})
+        with pytest.raises(UserError, match="another job is writing"):
+            PartialFile(path, {"seed": 1}, overwrite=False)
+    path.write_bytes(path.read_bytes() + b"garbage\n")
+    with pytest.raises(UserError, match="damaged"):
+        PartialFile(path, {"seed": 1}, overwrite=False)
+    with PartialFile(path, {"seed": 1}, overwrite=True) as file:
+        assert file.rows == {}
+
+
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    path, out = tmp_path / "prompts.jsonl.gz", tmp_path / "new" / "chats.jsonl"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in PROMPTS).encode()))
+    common = [
+        "+experiment=smoke", f"output_root={tmp_path}", f"prompts={path}", f"out={out}", "regenerate.max_new_tokens=4"
+    ]  # fmt: skip
+
+    def run(*overrides: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["regenerate", *common, *overrides])
+        code = 0
+        try:
+            train.regenerate.main()
+        except SystemExit as stopped:
+            code = stopped.code
+        return code, capsys.readouterr().err
+
+    assert run()[0] == 0 and len(lines(out)) == len(PROMPTS)
+    before = out.read_bytes()
+    for overrides, told in {
+        (): f"error: out={out}: is there already",
+        ("out=null",): "error: out: not given",
+        ("prompts=no/such.jsonl", "overwrite=true"): "error: prompts=no/such.jsonl: no such file",
+        ("regenerate.turns=last",): "error: regenerate.turns=last: must be all or first",
+        ("regenerate.temperature=-1",): "error: regenerate.temperature=-1: must be",
+        ("regenerate.batch_size=0",): "error: regenerate.batch_size=0: must be",
+        ("overwrite=true", "regenerate.temperature=0", "regenerate.num_samples=2"): "error: regenerate.num_samples=2",
+    }.items():
+        code, err = run(*overrides)
+        assert code == 2 and err.startswith(told) and err.count("\n") == 1, err
+    assert out.read_bytes() == before
+    header = {"target": "another", "prompts": "others"}
+    (tmp_path / "other.jsonl.partial").write_text(json.dumps(header) + "\n")
+    code, err = run(f"out={tmp_path / 'other.jsonl'}")
+    assert code == 2 and err.startswith("error: target: not the one that") and err.count("\n") == 1, err
+    assert run("overwrite=true", "regenerate.seed=1")[0] == 0 and out.read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "no user turn"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]}, "role 'tool'"),
+        ({"messages": []}, "at least one turn"),
+        ({"prompt": " "}, "not empty"),
+        ({"question": "x"}, 'with "messages", "prompt" or "text"'),
+        ([1], 'with "messages", "prompt" or "text"'),
+    ],
+)
+def test_a_row_that_is_no_prompt_is_told_by_its_line(row, told, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=rf"prompts\.jsonl:2: .*{told}"):
+        read_prompts(path)
