@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from eval.drafters import DRAFT_SAMPLING, Clock, Drafter, NoDraft, make_drafter
 from eval.tree import Tree, TreeShape, tree_mask
 from eval.verification import TreeVerdict, verify_chain, verify_greedy, verify_tree, verify_tree_greedy
+from models.eagle import EagleHead, check_fits
 from models.errors import UserError
 from models.kv_cache import RollbackCache, forward_with_cache
 from models.sampling import SamplingParams, filtered_probs, sample
@@ -107,6 +108,7 @@ def speculative_decode(
 ) -> DecodeResult:
     """Continue a prompt; the text is distributed as the target's own, whatever the draft.
 
+    target: as loaded; a bare causal LM will do where the draft reads no taps.
     draft: a causal LM over the same vocabulary, an EAGLE head, None for plain decoding, or any Drafter.
     method: shape of the trees, such as static_3x2x1; default: that of a Drafter that has one, else a chain of
         `draft_len` tokens.
@@ -132,6 +134,8 @@ def speculative_decode(
     elif isinstance(draft, nn.Module):
         if isinstance(draft, PreTrainedModel):
             check_vocabulary(target, draft)
+        elif isinstance(draft, EagleHead) and isinstance(target, Target):
+            check_fits(draft.config, target, "head")
         drafter = make_drafter(draft, shape, vocab_size=vocab_size, params=params, draft_sampling=draft_sampling)
     else:
         drafter = draft
@@ -254,7 +258,8 @@ def capture_features(target: Target | nn.Module, kind: str | None) -> Iterator[C
     if kind is None:
         yield lambda rows: None
     elif kind == "taps":
-        assert isinstance(target, Target) and target.tap_ids, "an EAGLE-3 head needs a Target with its taps"
+        if not isinstance(target, Target):
+            raise UserError("target: an EAGLE-3 head reads its taps; give the Target that it was made for")
         with target._capture() as captured:
             yield lambda rows: torch.stack([captured[i][0, rows] for i in target.tap_ids], dim=1)
     else:

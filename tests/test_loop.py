@@ -349,21 +349,24 @@ def test_times_add_up(target, draft):
 # --- the real target -------------------------------------------------------------------------------------------------
 
 
-def _greedy_on_the_real_target(smollm2, num_prompts, max_new_tokens):
-    tokenizer = smollm2.tokenizer
-    draft = first_blocks(smollm2.model, 29)
-    results = []
+def chat_prompts(tokenizer, count):
     topics = ["rivers", "bread", "the number 12", "trains", "sorting a list", "Rome", "bees", "chess", "rain", "songs"]
     asks = ["Tell me about {}.", "Write a poem on {}.", "What is special about {}?", "List facts on {}.", "Why {}?"]
-    for i in range(num_prompts):
+    for i in range(count):
         ask = asks[i // len(topics) % len(asks)].format(topics[i % len(topics)])
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": ask}], add_generation_prompt=True, tokenize=False
         )
-        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        yield tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _greedy_on_the_real_target(smollm2, num_prompts, max_new_tokens):
+    draft = first_blocks(smollm2.model, 29)
+    results = []
+    for prompt in chat_prompts(smollm2.tokenizer, num_prompts):
         plain = speculative_decode(smollm2, None, prompt, max_new_tokens=max_new_tokens)
         ours = speculative_decode(smollm2, draft, prompt, max_new_tokens=max_new_tokens)
-        assert ours.token_ids == plain.token_ids, ask
+        assert ours.token_ids == plain.token_ids, prompt
         results.append(ours)
     judged = sum(r.judged for result in results for r in result.rounds)
     accepted = sum(r.accepted for result in results for r in result.rounds)
