@@ -117,8 +117,7 @@ GROUPS: dict[str, dict[str, Rule]] = {
         "n_positions": whole(2),
         "init": TEXT,
         "id": optional(TEXT),
-    },
-    "head": {
+        # of heads
         "draft_vocab_size": optional(whole(1)),
         "train_lm_head": FLAG,
         "intermediate_size": optional(whole(1)),
@@ -187,8 +186,6 @@ def check_settings(cfg: DictConfig) -> None:
         if key in cfg:
             _check(key, cfg[key], rule)
     for group, rules in GROUPS.items():
-        if group == "head":  # keys of conf/draft/eagle*.yaml
-            group = "draft"
         settings = cfg.get(group)
         if not isinstance(settings, DictConfig):
             raise UserError(f"{group}={settings}: must be a choice of conf/{group}")
