@@ -139,7 +139,7 @@ class DraftModelChain:
         probs: list[Tensor] = []  # each (1, V)
         while logits is not None:
             if self.is_one_hot:
-                tokens.append(logits.argmax(-1))
+                tokens.append(best_token(logits))
             else:
                 probs.append(filtered_probs(logits, self.params))
                 tokens.append(sample(probs[-1], self.generator))
@@ -299,7 +299,7 @@ class EagleDrafter:
         probs: list[Tensor] = []  # each (1, Vd)
         while True:
             if self.is_one_hot:
-                drawn = logits.argmax(-1)
+                drawn = best_token(logits)
             else:
                 probs.append(filtered_probs(logits, self.params))
                 drawn = sample(probs[-1], self.generator)
@@ -349,6 +349,11 @@ def check_width(shape: TreeShape, num_ids: int) -> None:
     widest = max((*shape.children, shape.top_k))
     if widest > num_ids:
         raise UserError(f"decode.methods={shape}: {widest} children for a draft of {num_ids} ids; use fewer")
+
+
+def best_token(logits: Tensor) -> Tensor:  # (..., V) -> (...)
+    """The most probable id, the first of equals. `max` does it in bf16 on a CPU in a fifth of argmax's time."""
+    return logits.max(-1).indices
 
 
 def best_tokens(logits: Tensor, k: int, temperature: float) -> Candidates:  # (n, V) -> (n, k) twice

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eval.drafters import DRAFT_SAMPLING, Clock, Drafter, NoDraft, make_drafter
+from eval.drafters import DRAFT_SAMPLING, Clock, Drafter, NoDraft, best_token, make_drafter
 from eval.tree import Tree, TreeShape, tree_mask
 from eval.verification import TreeVerdict, verify_chain, verify_greedy, verify_tree, verify_tree_greedy
 from models.eagle import EagleHead, check_fits
@@ -188,7 +188,7 @@ def decode(
         cache = RollbackCache.for_model(model, longest + shape.num_nodes)
 
         logits = forward_with_cache(model, prompt[None], cache, logits_to_keep=1).logits[0, -1:, :vocab_size]  # (1, V)
-        root = logits.argmax(-1) if params.is_greedy else sample(filtered_probs(logits, params), generator)
+        root = best_token(logits) if params.is_greedy else sample(filtered_probs(logits, params), generator)
         sequence[num_tokens] = root[0]
         num_tokens += 1
         result = DecodeResult(root.tolist(), [0], "")
@@ -291,17 +291,19 @@ def _verify(
     if is_chain:
         tokens = tree.tokens[None]  # (1, K)
         if params.is_greedy:
-            verdict = verify_greedy(logits.argmax(-1)[None], tokens)
+            verdict = verify_greedy(best_token(logits)[None], tokens)
         else:
             draft_probs = None if tree.probs is None else tree.probs[None]
             verdict = verify_chain(filtered_probs(logits, params)[None], tokens, draft_probs, generator=generator)
         accepted, next_token = torch.cat(verdict).tolist()
         return TreeVerdict(list(range(accepted)), next_token)
-    if params.is_greedy:
-        return verify_tree_greedy(logits.argmax(-1), tree)
     if logits.is_cuda:
+        if params.is_greedy:
+            return verify_tree_greedy(best_token(logits), tree)
         return verify_tree(filtered_probs(logits, params), tree, generator)
-    # the filters cost as much as the walk, row by row: on a CPU only for the rows that it comes by
+    # on a CPU the passes over the vocabulary are made only for the rows that the walk comes by
+    if params.is_greedy:
+        return verify_tree_greedy(lambda row: int(best_token(logits[row])), tree)
     return verify_tree(lambda row: filtered_probs(logits[row], params), tree, generator)
 
 

@@ -97,9 +97,12 @@ def verify_tree(
     return _walk(tree, lambda index: int(sample(row(index), generator)))
 
 
-def verify_tree_greedy(target_tokens: Tensor, tree: Tree) -> TreeVerdict:  # (M+1,)
+def verify_tree_greedy(
+    target_tokens: Tensor | Callable[[int], int],  # (M+1,) the root's first, or row -> token
+    tree: Tree,
+) -> TreeVerdict:
     """Greedy verification: from the root, on to the child that equals the target's argmax while there is one."""
-    return _walk(tree, target_tokens.tolist().__getitem__)
+    return _walk(tree, target_tokens if callable(target_tokens) else target_tokens.tolist().__getitem__)
 
 
 def _walk(tree: Tree, target_token: Callable[[int], int]) -> TreeVerdict:
