@@ -124,11 +124,15 @@ GROUPS: dict[str, dict[str, Rule]] = {
         "num_attention_heads": optional(whole(1)),
         "num_key_value_heads": optional(whole(1)),
         "simulation": Rule(
-            lambda v: v is None
-            or isinstance(v, dict)
-            and v.keys() == {"steps", "decay"}
-            and whole(1, 64).accepts(v["steps"])
-            and number(lambda d: 0 < d <= 1, "").accepts(v["decay"]),
+            lambda v: (
+                v is None
+                or (
+                    isinstance(v, dict)
+                    and v.keys() == {"steps", "decay"}
+                    and whole(1, 64).accepts(v["steps"])
+                    and number(lambda d: 0 < d <= 1, "").accepts(v["decay"])
+                )
+            ),
             "{steps: a whole number from 1 to 64, decay: a number above 0 and at most 1}",
         ),
     },

@@ -38,8 +38,8 @@ from models.errors import UserError
 from models.target import Target, resolve_device
 from train.cache import caches, rows_of, say
 from train.callbacks import Metrics, Snapshots, StateCheckpoint, WeightAverage
-from train.loggers import finish_loggers
 from train.eagle_module import Eagle1Distiller, Eagle3Distiller
+from train.loggers import finish_loggers
 from train.losses import LossSpec
 from train.module import Distiller, OptimSpec
 from train.run_folder import RunFolder, Start, read_checkpoint
