@@ -1,4 +1,4 @@
-"""EAGLE heads: names and configs that engines read, strict loading, taps, draft vocabulary, training, expected alpha."""
+"""EAGLE heads: names that engines read, strict loading, taps, draft vocabulary, training, expected alpha."""
 
 import json
 from pathlib import Path
