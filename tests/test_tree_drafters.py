@@ -341,9 +341,9 @@ def _exact(target, filters):
 
 
 LOOP_CASES = [
-    ("static_2x2", {"temperature": 0.7}, 4_000),
-    ("dynamic_d2_k2_n4", {"temperature": 1.0}, 3_000),
-    ("static_3x1", {"temperature": 1.5, "top_p": 0.9}, 3_000),
+    ("static_2x2", {"temperature": 0.7}, 8_000),
+    ("dynamic_d2_k2_n4", {"temperature": 1.0}, 4_000),
+    ("static_3x1", {"temperature": 1.5, "top_p": 0.9}, 4_000),
 ]
 
 
@@ -413,7 +413,7 @@ def test_the_loop_with_a_head_is_exact(name, filters, draft_sampling):
     target, head = _five_ids()
     shape, params = TreeShape.parse(name), SamplingParams(**filters)
     drafter = make_drafter(head, shape, vocab_size=5, params=params, draft_sampling=draft_sampling)
-    counts = _loop_counts(target, drafter, shape, params, 1_000, num_tokens=3, vocab_size=5)
+    counts = _loop_counts(target, drafter, shape, params, 1_500, num_tokens=3, vocab_size=5)
     pairs = list(itertools.product(range(5), repeat=2))
     logits = target.model(torch.tensor([[*PROMPT, *pair] for pair in pairs])).logits[:, 1:].numpy()  # (25, 3, V)
     row = {pair[:n]: logits[i, n] for i, pair in enumerate(pairs) for n in range(3)}
