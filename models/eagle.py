@@ -243,7 +243,7 @@ class EagleHead(nn.Module):
         if self.config.version == 3:
             x = torch.cat((block.input_layernorm(embedded), block.hidden_norm(hidden)), dim=-1)  # (B, T, 2D)
         else:
-            x = hidden = self.fc(torch.cat((embedded, hidden), dim=-1))
+            x = hidden = self.fc(torch.cat((embedded, hidden), dim=-1)).to(self.dtype)  # autocast leaves it in bf16
         hidden = hidden + block.self_attn(x, rope, cache, attention_mask)
         return hidden + block.mlp(block.post_attention_layernorm(hidden))
 

@@ -13,9 +13,11 @@ import torch
 
 from eval.results import Metric
 from models.drafts import gpt2_draft
+from models.target import load_target
 from models.tiny import byte_tokenizer
 from train.bench import SMALL_HEAD, eagle_cases, eagle_steps, quickstart_memory, verdict
 from train.gpu_check import CheckFailed, Report, check_alpha, check_greedy, check_rule
+from train.gpu_check_heads import check_simulation, check_trees, head_step_speed, tapped_blocks, untrained_head
 from train.measure import (
     cache_vs_forward,
     chunked_loss_peak,
@@ -218,6 +220,15 @@ def test_gpu_checks_pass_on_a_cpu(tiny_target, tiny_draft):
     metrics = check_greedy(tiny_target, tiny_draft, num_prompts=2, num_tokens=8)
     assert metrics["greedy/float32/alpha_of_target_itself"].value == 1.0
     assert check_alpha(tiny_target, tiny_draft, num_rows=1, length=16)["alpha/difference_to_cpu"].value < 1e-6
+
+
+def test_gpu_checks_of_heads_pass_on_a_cpu(tiny_draft):
+    target = load_target("random:tiny_llama", dtype="fp32", device="cpu", tap_ids=tapped_blocks(8))
+    head = untrained_head(target)
+    assert max(metric.value for metric in check_simulation(target, head, length=16).values()) < 1e-6
+    differing = check_trees(target, head.eval(), tiny_draft, num_prompts=1, num_tokens=8)
+    assert differing["trees/different_outputs"].value == 0
+    assert head_step_speed(target, num_rows=2, length=16)["head/step_tokens_per_s"].value > 0
 
 
 def test_a_failing_check_is_reported_and_the_others_run(capsys):

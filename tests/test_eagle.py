@@ -284,7 +284,7 @@ def test_expected_alpha_counts_what_the_loop_drafts(target: Target, kind: str) -
                 logits[0, head.draft_vocab if kind == "eagle3" else slice(None)] = head.logits(out[p])
                 total += 1
                 for t in alphas:
-                    alphas[t] += float(token_alpha(full, logits, temperature=t))
+                    alphas[t] += token_alpha(full, logits, temperature=t).item()
     assert metrics["alpha_tokens/held_out"].value == total
     for t, value in alphas.items():
         assert metrics[f"alpha_expected/held_out/T{t:g}"].value == pytest.approx(value / total, abs=1e-4)

@@ -4,6 +4,7 @@
 2. greedy decoding: fp32 equals plain decoding token for token, bf16 differs at near ties only; draft = target is
    accepted
 3. alpha on the GPU equals alpha on the CPU
+   EAGLE heads: simulated steps and gradients equal the CPU's, greedy trees equal plain decoding
 4. the smoke experiment: caching, training and saving under Lightning
 5. speed: cache against the bare forward, training step against a plain loop, decode loop, memory of the fused loss
 A seeded random target of SmolLM2's shape needs no files; where the real one is there it is checked too (docs/gpu.md).
@@ -36,6 +37,7 @@ from models.errors import UserError
 from models.sampling import SamplingParams, filtered_probs, sample
 from models.target import Target, load_target
 from train.distill import distill
+from train.gpu_check_heads import check_simulation, check_trees, head_step_speed, tapped_blocks, untrained_head
 from train.measure import (
     cache_vs_forward,
     chunked_loss_peak,
@@ -231,6 +233,12 @@ def check_target(
     prefix = f"{name}/"
     report.run(f"{name}: greedy, fp32", lambda: check_greedy(target, draft), prefix=prefix)
     report.run(f"{name}: alpha, fp32", lambda: check_alpha(target, draft), prefix=prefix)
+    target = load(dtype="fp32", tap_ids=tapped_blocks(target.num_blocks))
+    head = untrained_head(target)
+    report.run(f"{name}: head against the CPU", lambda: _near_cpu(check_simulation(target, head)), prefix=prefix)
+    head.eval()
+    report.run(f"{name}: greedy trees, fp32", lambda: _equal_texts(check_trees(target, head, draft)), prefix=prefix)
+    tap_ids = target.tap_ids
     del target
     target, draft = load(dtype="bf16"), draft.to(torch.bfloat16)
     report.run(f"{name}: greedy, bf16", lambda: check_greedy(target, draft), prefix=prefix)
@@ -238,7 +246,22 @@ def check_target(
     report.run(f"{name}: loop overhead", lambda: loop_overhead(target, draft), prefix=prefix)
     sizes = {"num_tokens": 4096, "length": 128} if is_small else {"num_tokens": 131_072, "batch_tokens": 16_384}
     report.run(f"{name}: cache", lambda: cache_vs_forward(target, work_dir=work_dir, **sizes), prefix=prefix)
+    sizes = {"num_rows": 2, "length": 64} if is_small else {}
+    tapped = load(dtype="bf16", tap_ids=tap_ids)
+    report.run(f"{name}: head's training step", lambda: head_step_speed(tapped, **sizes), prefix=prefix)
     return target, draft
+
+
+def _near_cpu(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    if not max(metric.value for metric in metrics.values()) < 1e-3:
+        raise CheckFailed("the head's simulated steps differ from the CPU's", metrics)
+    return metrics
+
+
+def _equal_texts(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    if metrics["trees/different_outputs"].value:
+        raise CheckFailed("greedy texts of trees differ from plain ones", metrics)
+    return metrics
 
 
 def real_target(cfg: DictConfig) -> bool:
@@ -269,7 +292,7 @@ def main(cfg: DictConfig) -> None:
         source = "random:smollm2_135m"
     is_small = source in ("random:tiny_llama", "random:tiny_gpt2")
 
-    def load(**options: str) -> Target:
+    def load(**options: object) -> Target:
         return load_target(source, device=str(device), **options)
 
     target, draft = check_target(
