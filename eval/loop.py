@@ -260,7 +260,7 @@ def capture_features(target: Target | nn.Module, kind: str | None) -> Iterator[C
     elif kind == "taps":
         if not isinstance(target, Target):
             raise UserError("target: an EAGLE-3 head reads its taps; give the Target that it was made for")
-        with target._capture() as captured:
+        with target.capture() as captured:
             yield lambda rows: torch.stack([captured[i][0, rows] for i in target.tap_ids], dim=1)
     else:
         assert kind == "final_hidden", kind

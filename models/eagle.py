@@ -319,9 +319,10 @@ def check_fits(config: EagleConfig, target: Target, name: str) -> None:
         if theirs != ours:
             raise UserError(f"draft {name}: made for a target with {what} {theirs}, this one has {ours}")
     if config.version == 3 and config.tap_ids != target.tap_ids:
+        wanted = str(list(config.tap_ids)).replace(" ", "")
         raise UserError(
             f"draft {name}: reads the taps {list(config.tap_ids)} and the target was loaded with "
-            f"{target.tap_ids and list(target.tap_ids)}; set target.tap_ids to the former"
+            f"{target.tap_ids and list(target.tap_ids)}; set target.tap_ids={wanted}"
         )
 
 

@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -96,7 +96,7 @@ class Target(nn.Module):
         attention_mask: Tensor | None = None,
     ) -> TargetStates:
         """Final hidden states and taps of a batch. Rows padded on the right need no mask: attention is causal."""
-        with self._capture() as captured:
+        with self.capture() as captured:
             output = self.model.base_model(
                 input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
             )
@@ -104,7 +104,8 @@ class Target(nn.Module):
         return TargetStates(output.last_hidden_state, taps)
 
     @contextmanager
-    def _capture(self):
+    def capture(self) -> Iterator[dict[int, Tensor]]:
+        """While it is open, every forward leaves tap id -> the stream (B, T, D) that entered that block in the dict."""
         captured: dict[int, Tensor] = {}
 
         def keep(tap_id: int):
