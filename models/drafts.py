@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from models.eagle import is_eagle_folder
 from models.errors import UserError
 from models.hub import hub_errors, hub_reachable
 from models.target import Target
@@ -164,6 +165,10 @@ def load_draft(source: str | Path) -> PreTrainedModel:
     if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
         raise UserError(f"draft.id={path}: no such folder; give a folder in transformers' layout or a hub id")
     path = str(Path(path).expanduser())
+    if is_eagle_folder(path):  # its config.json says llama: transformers would load it with random weights
+        raise UserError(
+            f"draft {path}: an EAGLE head and no language model; train it on by draft=eagle3 draft.init={path}"
+        )
     with hub_errors("draft.id", path):
         offline = not (Path(path).is_dir() or hub_reachable())
         config = AutoConfig.from_pretrained(path, local_files_only=offline)

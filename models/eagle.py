@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -57,6 +58,11 @@ class EagleConfig:
             raise UserError(
                 f"draft.num_key_value_heads={self.num_key_value_heads}: must divide draft.num_attention_heads="
                 f"{self.num_attention_heads}"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise UserError(
+                f"draft.num_attention_heads={self.num_attention_heads}: leaves heads of {self.head_dim} channels, and "
+                f"rotary positions need an even number; set one that divides {self.hidden_size} so"
             )
         object.__setattr__(self, "tap_ids", tuple(self.tap_ids))
 
@@ -295,9 +301,13 @@ def is_eagle_folder(folder: str | Path) -> bool:
 def load_eagle(folder: str | Path, target: Target) -> EagleHead:
     """A head as saved, strictly, in fp32 and eval mode, on the CPU. Raises UserError where it does not fit `target`."""
     folder = Path(folder)
-    config = EagleConfig.from_json(json.loads((folder / "config.json").read_text()))
-    head = EagleHead(config, target_head=target.logits)
-    state = load_file(folder / "model.safetensors")
+    try:
+        config = EagleConfig.from_json(json.loads((folder / "config.json").read_text()))
+        head = EagleHead(config, target_head=target.logits)
+        state = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        told = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(f"draft {folder}: cannot be read as a head ({told}); save it again") from None
     if config.version == 3:
         state["tap_scale"] = head.tap_scale  # folded into fc
     if differing := sorted(state.keys() ^ head.state_dict().keys()):
@@ -380,7 +390,12 @@ def build_eagle(
             raise UserError(f"draft.init={init}: no EAGLE head there; use scratch or the folder of one")
         before = load_eagle(init, target)
         if before.config != config:
-            raise UserError(f"draft.init={init}: a head of another shape; set the draft's keys to its config.json")
+            shapes = ((f.name, getattr(before.config, f.name), getattr(config, f.name)) for f in fields(config))
+            name, theirs, ours = next(shape for shape in shapes if shape[1] != shape[2])
+            raise UserError(
+                f"draft.init={init}: a head of another shape, its {name} is {theirs} and this draft's {ours}; set the "
+                f"draft's keys to its config.json"
+            )
         head.load_state_dict(before.state_dict())
     return head.float().train()
 

@@ -279,6 +279,8 @@ def caches(
     """Where batches come from: the folder of each split's cache, or the rows themselves (cache.mode=none)."""
     specs = split_specs(spec)
     if cfg.cache.mode == "none":
+        for split_rows in rows.values():
+            _check_rows(target, split_rows)
         return dict(rows), {}
     metrics: dict[str, float] = {}
     folders: dict[str, Rows | Path] = {}

@@ -9,6 +9,7 @@
 import re
 import sys
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from eval.entry import entry
 from eval.results import Metric, git_sha, run_info
 from eval.run import Pair, load_for
 from models.drafts import max_positions
-from models.eagle import EagleHead
+from models.eagle import EagleHead, build_eagle
 from models.errors import UserError
 from models.target import Target, resolve_device
 from train.cache import caches, rows_of, say
@@ -234,20 +235,41 @@ def check_head(cfg: DictConfig) -> None:
     """A head's needs, told before anything is loaded."""
     if is_head(cfg) and cfg.cache.signal != "hidden":
         raise UserError(f"cache.signal={cfg.cache.signal}: draft={cfg.draft.kind} learns from cache=hidden; set it so")
+    if not is_head(cfg):
+        return
+    if foreign := sorted(set(cfg.draft) - {"_target_", *signature(build_eagle).parameters}):
+        raise UserError(f"draft.{foreign[0]}: a head has no such key; leave it out by '~draft.{foreign[0]}'")
+    if cfg.draft.kind == "eagle3" and cfg.draft.simulation is None:
+        raise UserError("draft.simulation=null: draft=eagle3 is trained by it; set it to {steps: 7, decay: 0.8}")
+    if cfg.draft.kind == "eagle1" and cfg.draft.simulation is not None:
+        raise UserError(
+            f"draft.simulation={dict(cfg.draft.simulation)}: draft=eagle1 is trained without it; "
+            f"set draft.simulation=null"
+        )
+    if cfg.draft.kind == "eagle1" and cfg.draft.train_lm_head:
+        raise UserError("draft.train_lm_head=true: draft=eagle1 has no head of its own; set it to false")
     if cfg.draft.kind == "eagle3" and cfg.target.tap_ids is None:
         raise UserError("target.tap_ids=null: draft=eagle3 reads taps of the target; set target.tap_ids=default")
 
 
 def build_head(cfg: DictConfig, target: Target, rows: dict[str, Rows]) -> tuple[EagleHead, dict[str, float]]:
     """The head, its draft vocabulary chosen by the training rows; and how much of each split that covers."""
+    for split, each in rows.items():
+        if not PackedRows(each).slot_counts(1).any():
+            raise UserError(
+                f"data.max_length={cfg.data.max_length}: no {split} row has two supervised tokens side by side behind "
+                f"another one, so a head finds nothing to draft there; raise it, or give longer texts"
+            )
     size = cfg.draft.draft_vocab_size
     if size is None or size >= target.vocab_size:
         return instantiate(cfg.draft, target=target, seed=cfg.seed), {}
     ids = frequent_ids(rows["train"], size, target.vocab_size)
+    draft = instantiate(cfg.draft, target=target, seed=cfg.seed, draft_vocab=torch.from_numpy(ids))
+    ids = draft.draft_vocab.numpy()  # with draft.init those of the head there
     covered = {f"draft_vocab/coverage_{split}": coverage(each, ids) for split, each in rows.items()}
     shares = ", ".join(f"{value:.2%} of {name.rsplit('coverage_')[1]}" for name, value in covered.items())
     say(f"draft vocabulary: {size:,} of {target.vocab_size:,} ids, {shares} tokens that count")
-    return instantiate(cfg.draft, target=target, seed=cfg.seed, draft_vocab=torch.from_numpy(ids)), covered
+    return draft, covered
 
 
 def some_taps(target: Target, source: Rows | Path, spec: SignalSpec, num_rows: int = 64) -> Tensor:  # (n, L, D)
