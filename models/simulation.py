@@ -45,9 +45,6 @@ class Layout:
     groups: tuple[Group, ...]
     steps: int
 
-    def is_counted(self, step: int) -> Tensor:  # (n,) bool
-        return self.num_steps > step
-
     def counts(self) -> Tensor:  # (S,) slots that count at each step
         return (self.num_steps > torch.arange(self.steps, device=self.slots.device)[:, None]).sum(1)
 
@@ -163,13 +160,13 @@ class Simulation:
         size, num_q = head.config.hidden_size, w.num_q
         num_kv = self.num_kv * self.head_dim
         embedded = head.embed_tokens.weight[input_ids].to(self.wide)  # (N, D)
-        embedded, _ = rms_norm(embedded, block.input_layernorm.weight, eps, self.dtype)
+        embedded = rms_norm(embedded, block.input_layernorm.weight, eps, self.dtype)
         used, self.place = torch.unique(layout.tokens, return_inverse=True)  # tokens that some slot reads
         q_embed = embedded[used] @ w.q_embed.T  # (u, Q)
         kv_embed = embedded @ w.kv_embed.T  # (N, 2 KV)
         taps = (taps.flatten(1) * head.tap_scale).to(self.dtype)  # (N, 3D)
         state = (taps @ w.fc.T).to(self.wide)  # (N, D) g, the residual of step 0
-        normed, _ = rms_norm(state, block.hidden_norm.weight, eps, self.dtype)
+        normed = rms_norm(state, block.hidden_norm.weight, eps, self.dtype)
         kv = normed @ w.qkv_hidden[num_q:].T  # (N, 2 KV)
         kv[:-1] += kv_embed[1:]  # slot p reads token p + 1
         positions = torch.arange(len(input_ids), device=input_ids.device)
@@ -178,10 +175,14 @@ class Simulation:
         values = kv[:, num_kv:]
         padded = [(self._pad_keys(keys, g), self._pad_keys(values, g)) for g in layout.groups]
 
-        new = lambda width: torch.empty(steps, num_slots, width, dtype=self.dtype, device=taps.device)  # noqa: E731
-        stored = {"normed": new(size), "out": new(w.o.shape[1]), "mlp_in": new(size), "act": new(w.down.shape[1])}
-        stored["gate_up"] = new(w.gate_up.shape[0])
-        outputs = new(size)  # (S, n, D)
+        stored = {
+            "normed": self._stack(size),
+            "out": self._stack(w.o.shape[1]),
+            "mlp_in": self._stack(size),
+            "act": self._stack(w.down.shape[1]),
+        }
+        stored["gate_up"] = self._stack(w.gate_up.shape[0])
+        outputs = self._stack(size)  # (S, n, D)
         hiddens, middles, ropes, queries, own, probs = [], [], [], [], [], []
         hidden = state[layout.slots]  # (n, D)
         for step in range(steps):
@@ -190,7 +191,7 @@ class Simulation:
                 stored["normed"][0] = normed[layout.slots]
                 q = stored["normed"][0] @ w.qkv_hidden[:num_q].T  # (n, Q)
             else:
-                stored["normed"][step], _ = rms_norm(hidden, block.hidden_norm.weight, eps, self.dtype)
+                stored["normed"][step] = rms_norm(hidden, block.hidden_norm.weight, eps, self.dtype)
                 qkv = stored["normed"][step] @ w.qkv_hidden.T  # (n, Q + 2 KV)
                 q = qkv[:, :num_q]
                 kv = qkv[:, num_q:] + kv_embed[layout.tokens[step]]  # (n, 2 KV)
@@ -208,12 +209,12 @@ class Simulation:
             probs.append(self._attend(q, padded, own, stored["out"][step]))
             middle = (stored["out"][step] @ w.o.T).to(self.wide).add_(hidden)  # (n, D)
             middles.append(middle)
-            stored["mlp_in"][step], _ = rms_norm(middle, block.post_attention_layernorm.weight, eps, self.dtype)
+            stored["mlp_in"][step] = rms_norm(middle, block.post_attention_layernorm.weight, eps, self.dtype)
             torch.mm(stored["mlp_in"][step], w.gate_up.T, out=stored["gate_up"][step])
             gate, up = stored["gate_up"][step].chunk(2, dim=-1)  # (n, I) twice
             torch.mul(torch.nn.functional.silu(gate), up, out=stored["act"][step])
             hidden = (stored["act"][step] @ w.down.T).to(self.wide).add_(middle)  # (n, D)
-            outputs[step], _ = rms_norm(hidden, head.norm.weight, eps, self.dtype)
+            outputs[step] = rms_norm(hidden, head.norm.weight, eps, self.dtype)
         hiddens.append(hidden)
         if keep:
             streams = (hiddens, middles)
@@ -228,8 +229,12 @@ class Simulation:
         input_ids, embedded, used, taps, state, padded, stored, streams, ropes, queries, own, probs = self.kept
         (hiddens, middles), self.kept = streams, None
         grads = {name: torch.zeros_like(p, dtype=wide) for name, p in norm_weights(head).items()}
-        new = lambda width: torch.empty(steps, num_slots, width, dtype=self.dtype, device=taps.device)  # noqa: E731
-        grad = {"qkv": new(num_q + 2 * num_kv), "o": new(size), "gate_up": new(w.gate_up.shape[0]), "down": new(size)}
+        grad = {
+            "qkv": self._stack(num_q + 2 * num_kv),
+            "o": self._stack(size),
+            "gate_up": self._stack(w.gate_up.shape[0]),
+            "down": self._stack(size),
+        }
         grad_q_embed = torch.zeros(len(used), num_q, dtype=wide, device=taps.device)
         grad_kv_embed = torch.zeros(len(input_ids), 2 * num_kv, dtype=wide, device=taps.device)
         grad_keys = [tuple(torch.zeros_like(x, dtype=wide) for x in pair) for pair in padded]
@@ -279,7 +284,7 @@ class Simulation:
         grad_state = rms_norm_backward(grad_normed, state, block.hidden_norm.weight, eps, grads["hidden_norm"])
         grad_state.index_add_(0, layout.slots, grad_hidden)
 
-        normed, _ = rms_norm(state, block.hidden_norm.weight, eps, self.dtype)  # (N, D)
+        normed = rms_norm(state, block.hidden_norm.weight, eps, self.dtype)  # (N, D)
         grad_qkv_hidden = torch.zeros(num_q + 2 * num_kv, size, dtype=wide, device=taps.device)
         grad_qkv_hidden[:num_q] = weight_grad(grad["qkv"][..., :num_q], stored["normed"])
         grad_qkv_hidden[num_q:] = weight_grad(kv, normed)
@@ -402,6 +407,10 @@ class Simulation:
 
     # --- positions ---------------------------------------------------------------------------------------------------
 
+    def _stack(self, width: int) -> Tensor:  # (S, n, width) to be filled step by step
+        shape = (self.layout.steps, len(self.layout.slots), width)
+        return torch.empty(shape, dtype=self.dtype, device=self.layout.slots.device)
+
     def _row_start(self, input_ids: Tensor) -> Tensor:  # (N,) packed position of each token's row
         starts = torch.zeros(len(input_ids), dtype=torch.int64, device=input_ids.device)
         for group in self.layout.groups:
@@ -443,11 +452,9 @@ def weight_grad(grad: Tensor, x: Tensor) -> Tensor:  # (..., out), (..., in) -> 
     return grad.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-def rms_norm(
-    x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:  # (T, D) -> (T, D), (T, 1)
-    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return (x * inverse).mul_(gain).to(dtype), inverse
+def rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:  # (T, D)
+    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)  # (T, 1)
+    return (x * inverse).mul_(gain).to(dtype)
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, gain: Tensor, eps: float, grad_gain: Tensor) -> Tensor:  # (T, D)
