@@ -79,6 +79,20 @@ def run(root: Path, cache_root: Path, *more: str, name: str = "a") -> Path:
     return distill(cfg)
 
 
+def run_into_a_crash(at: int, root: Path, cache_root: Path, *more: str, name: str) -> None:
+    """`run`, stopped before micro-batch `at`."""
+    step = Distiller.training_step
+
+    def crash(self: Distiller, batch: dict, index: int) -> torch.Tensor:
+        if index == at:
+            raise RuntimeError("power cut")
+        return step(self, batch, index)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        patch.setattr(Distiller, "training_step", crash)
+        run(root, cache_root, *more, name=name)
+
+
 def start(root: Path, cache_root: Path, *more: str, name: str = "a", flags: tuple = ()) -> subprocess.Popen:
     command = [sys.executable, "-m", "train.distill", *flags, *overrides(root, cache_root, *more, run=name)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -130,22 +144,10 @@ def test_a_run_leaves_all_that_it_promises(tmp_path: Path, cache_root: Path, cap
 
 
 @pytest.mark.parametrize("crash_at", [7, 10])  # micro-batches: between the two of a window, and at the start of one
-def test_crashed_and_resumed_equals_uninterrupted(
-    tmp_path: Path, cache_root: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
-) -> None:
+def test_crashed_and_resumed_equals_uninterrupted(tmp_path: Path, cache_root: Path, crash_at: int) -> None:
     more = ("optim.ema_decay=0.9", "trainer.checkpoint_every_steps=2", "trainer.num_workers=1")
     straight = run(tmp_path, cache_root, *more, name="straight")
-    step = Distiller.training_step
-
-    def crash(self: Distiller, batch: dict, index: int) -> torch.Tensor:
-        if index == crash_at:
-            raise RuntimeError("power cut")
-        return step(self, batch, index)
-
-    monkeypatch.setattr(Distiller, "training_step", crash)
-    with pytest.raises(RuntimeError, match="power cut"):
-        run(tmp_path, cache_root, *more, name="resumed")
-    monkeypatch.setattr(Distiller, "training_step", step)
+    run_into_a_crash(crash_at, tmp_path, cache_root, *more, name="resumed")
     saved = tmp_path / "checkpoints" / "resumed" / "state" / "last.ckpt"
     assert 0 < torch.load(saved, weights_only=True)["global_step"] <= crash_at // 2
     assert not (saved.parents[1] / "run.json").exists()

@@ -10,14 +10,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from safetensors.torch import load_file
-from test_distill import TINY, cache_root, run, start  # noqa: F401
+from test_distill import TINY, cache_root, run, run_into_a_crash, start  # noqa: F401
 
 from eval.entry import CONF_DIR
 from eval.plots import read_metrics_csv
 from models.eagle import is_eagle_folder
 from models.errors import UserError
 from train.distill import distill
-from train.module import Distiller
 
 HEADS = {
     "eagle3": ["draft=eagle3", "draft.draft_vocab_size=100", "draft.simulation.steps=3", "optim=muon"],
@@ -41,22 +40,11 @@ def assert_same_heads(folder: Path, other: Path, atol: float) -> None:
 def test_crashed_and_resumed_equals_uninterrupted(
     tmp_path: Path,
     cache_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
     more = (*HEADS[kind], "optim.ema_decay=0.9", "trainer.checkpoint_every_steps=2", "trainer.snapshot_every_steps=4")
     straight = run(tmp_path, cache_root, *more, name="straight")
-    step = Distiller.training_step
-
-    def crash(self: Distiller, batch: dict, index: int) -> torch.Tensor:
-        if index == 9:
-            raise RuntimeError("power cut")
-        return step(self, batch, index)
-
-    monkeypatch.setattr(Distiller, "training_step", crash)
-    with pytest.raises(RuntimeError, match="power cut"):
-        run(tmp_path, cache_root, *more, name="resumed")
-    monkeypatch.setattr(Distiller, "training_step", step)
+    run_into_a_crash(9, tmp_path, cache_root, *more, name="resumed")
     resumed = run(tmp_path, cache_root, *more, name="resumed")
     assert_same_heads(straight, resumed, 1e-6)
     assert is_eagle_folder(straight) and is_eagle_folder(straight / "snapshots" / "step-000004")
