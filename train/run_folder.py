@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -58,12 +59,15 @@ class RunFolder:
         """Decide how to begin. Touches nothing.
 
         config: resolved, plain. resume: `auto`, `never` or the path of a checkpoint.
-        Raises UserError when the folder holds a run of another config, naming the keys that differ.
+        Raises UserError when the folder holds a run of another config, naming the keys that differ, and when overwriting
+        would delete what the new run is to begin with.
         """
         explicit = None if resume in ("auto", "never") else Path(resume)
         if explicit is not None and not explicit.is_file():
             raise UserError(f"resume={resume}: no such file; use auto, never, or the path of a state/last.ckpt")
         held = self.path / "resolved_config.yaml"
+        if overwrite and held.is_file():
+            self._refuse_to_delete(config | {"resume": resume})
         if overwrite or not held.is_file():
             return Start() if explicit is None else Start(explicit, saved_step(explicit))
         before = OmegaConf.to_container(read_config(self.path), resolve=True)
@@ -83,6 +87,15 @@ class RunFolder:
         if (self.path / "run.json").is_file() and not differing:
             return Start(is_finished=True)
         return Start(self.checkpoint, saved_step(self.checkpoint)) if self.checkpoint.is_file() else Start()
+
+    def _refuse_to_delete(self, config: dict[str, Any]) -> None:
+        """overwrite=true drops the whole folder: nothing that the config names (a checkpoint, a draft) may lie in it."""
+        for key, value in texts(config):
+            if key != "run" and lies_in(Path(value), self.path):
+                raise UserError(
+                    f"{key}={value}: overwrite=true would delete it with the rest of {self.path}; choose another "
+                    f"run=NAME, or leave out overwrite=true to continue this run"
+                )
 
     @rank_zero_only
     def begin(self, config: dict[str, Any], *, overwrite: bool) -> None:
@@ -133,6 +146,25 @@ class RunFolder:
     def finish(self, info: dict[str, Any]) -> None:
         """run.json: the run is done."""
         write_atomic(self.path / "run.json", json.dumps(info, indent=1) + "\n")
+
+
+def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, text) of every text in a plain config, those in its lists included."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list):
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from texts(each, f"{key}.{name}" if key else str(name))
+
+
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether something is there at `path`, and in `folder` (or is it), by its own name or behind a link."""
+    try:
+        path = path.expanduser()
+        places = (path.resolve(), path.parent.resolve() / path.name) if path.exists() else ()
+    except (OSError, RuntimeError, ValueError):  # no name of a file
+        return False
+    return any(place.is_relative_to(folder.resolve()) for place in places)
 
 
 def saved_step(checkpoint: Path) -> int:
