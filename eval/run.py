@@ -1,6 +1,7 @@
 """What an evaluation judges: a finished run found again with its own config, or any pair of models.
 
-`checkpoints/<run>/` holds the draft in transformers layout, `resolved_config.yaml` and `run.json`.
+`checkpoints/<run>/` holds the draft in transformers layout, `resolved_config.yaml` and `run.json`; with
+`trainer.snapshot_every_steps` also `snapshots/step-000500/`, the draft of then: judged like a run of its own.
 """
 
 import json
@@ -30,15 +31,18 @@ OF_THE_RUN = ("target", "data", "dtype")
 
 @dataclass(frozen=True)
 class Run:
-    """A run on disk. `info` is its run.json (command, git_sha, metrics, target fingerprint, versions)."""
+    """A run on disk, or one of its snapshots. `info` is its run.json (command, git_sha, metrics, target fingerprint,
+    versions); empty for a snapshot."""
 
-    folder: Path
+    folder: Path  # where the draft is
     config: DictConfig
     info: dict[str, Any]
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        """mine; mine-step-000500 for a snapshot, so that its results have a folder of their own."""
+        run = run_of_snapshot(self.folder)
+        return self.folder.name if run is None else f"{run.resolve().name}-{self.folder.name}"
 
 
 @dataclass(frozen=True)
@@ -65,16 +69,19 @@ def load_pair(cfg: DictConfig, overrides: Sequence[str]) -> Pair:
     """The pair that an evaluation is asked for.
 
     With `draft=...` or `draft.id=...` on the command line: `cfg.target` and that off-the-shelf draft. Otherwise a run
-    (`cfg.run`, by default the newest), its own target and data unless the command line sets them.
+    (`cfg.run`, by default the newest), its own target and data unless the command line sets them. An experiment whose
+    draft is off the shelf is judged as it is until its run is there.
     The draft runs in the target's dtype, as it does when decoding. Raises UserError (no run, other vocabulary, ...).
     """
-    off_the_shelf = any(_override_key(override).split(".")[0] == "draft" for override in overrides)
-    if off_the_shelf:
+    keys = {_override_key(override).split(".")[0] for override in overrides}
+    is_untrained = is_off_the_shelf(cfg) and "run" not in keys
+    if "draft" in keys or is_untrained:
         if not cfg.draft.get("id"):
             raise UserError(
                 "draft.id: not given; write draft=hf draft.id=NAME_OR_FOLDER, or run=NAME for a trained one"
             )
         run, config, source, draft_name = None, cfg, cfg.draft.id, str(cfg.draft.id)
+        print(f"draft: {draft_name} as it is")
     else:
         run = load_run(find_run(cfg.run, cfg.checkpoint_root))
         config = run_config(cfg, run.folder, overrides)
@@ -84,8 +91,15 @@ def load_pair(cfg: DictConfig, overrides: Sequence[str]) -> Pair:
     draft = load_for(target, source)
     if not isinstance(draft, EagleHead):
         check_vocabulary(target, draft, source)
-    name = cfg.run or f"{Path(draft_name).name}-for-{Path(target.name).name}"
+    name = f"{Path(draft_name).name}-for-{Path(target.name).name}"
+    if not is_untrained:  # the experiment's name is for the run that may follow
+        name = cfg.run or name
     return Pair(target, draft, run.name if run else name, draft_name, config, run)
+
+
+def is_off_the_shelf(cfg: DictConfig) -> bool:
+    """Whether an experiment begins with a draft that is there already, and its run has not begun."""
+    return cfg.draft.kind == "hf" and bool(cfg.run) and not (Path(cfg.checkpoint_root) / cfg.run).is_dir()
 
 
 def load_for(target: Target, source: str | Path) -> PreTrainedModel | EagleHead:
@@ -144,7 +158,8 @@ def draft_fingerprint(draft: nn.Module) -> dict[str, str]:
 def find_run(run: str | Path | None, checkpoint_root: str | Path) -> Path:
     """Folder of `run`: a name under `checkpoint_root`, a path, or None for the newest finished run.
 
-    Finished means that it has a run.json. Raises UserError when there is none, naming those there are.
+    Finished means that it has a run.json; a snapshot of a run that still trains will do. Raises UserError when there is
+    none, naming those there are.
     """
     root = Path(checkpoint_root)
     finished = {path.parent.name: path for path in root.glob("*/run.json")}
@@ -156,16 +171,35 @@ def find_run(run: str | Path | None, checkpoint_root: str | Path) -> Path:
             )
         return max(finished.values(), key=lambda path: path.stat().st_mtime).parent
     for folder in (root / run, Path(run)):
-        if (folder / "run.json").is_file():
+        if (folder / "run.json").is_file() or (run_of_snapshot(folder) and (folder / "config.json").is_file()):
             return folder
-    if any(folder.is_dir() for folder in (root / run, Path(run))):
-        raise UserError(f"run={run}: no run.json there, its training has not finished; run train.distill again")
+    for folder in (root / run, Path(run)):
+        is_inside = (folder.parent / "resolved_config.yaml").is_file()
+        owner = run_of_snapshot(folder) or (folder.parent if is_inside else folder)
+        snapshots = sorted(owner.glob("snapshots/*/config.json"))
+        hint = f"; or judge a snapshot, the last is run={snapshots[-1].parent}" if snapshots else ""
+        if run_of_snapshot(folder):
+            raise UserError(f"run={run}: no such snapshot{hint}")
+        if folder.is_dir() and is_inside:
+            raise UserError(f"run={run}: a folder inside a run; give run={owner}{hint}")
+        if folder.is_dir():
+            raise UserError(
+                f"run={run}: no run.json there, its training has not finished; run train.distill again{hint}"
+            )
     raise UserError(f"run={run}: no such run; there are: {', '.join(sorted(finished)) or 'none'} (in {root})")
 
 
+def run_of_snapshot(folder: Path) -> Path | None:
+    """The run that `folder` is a snapshot of; None where it is none."""
+    run = folder.parent.parent
+    return run if folder.parent.name == "snapshots" and (run / "resolved_config.yaml").is_file() else None
+
+
 def load_run(folder: str | Path) -> Run:
-    """Read a run's config and run.json. Raises UserError when one is missing or broken."""
+    """Read a run's config and run.json, of a snapshot its run's config. Raises UserError when one is missing or broken."""
     folder = Path(folder)
+    if run := run_of_snapshot(folder):
+        return Run(folder, read_config(run), {})
     config = read_config(folder)
     try:
         info = json.loads((folder / "run.json").read_text())

@@ -14,6 +14,7 @@ from test_distill import TINY, cache_root, run, run_into_a_crash, start  # noqa:
 
 from eval.entry import CONF_DIR
 from eval.plots import read_metrics_csv
+from eval.run import load_pair
 from models.eagle import is_eagle_folder
 from models.errors import UserError
 from train.distill import distill
@@ -48,6 +49,10 @@ def test_crashed_and_resumed_equals_uninterrupted(
     resumed = run(tmp_path, cache_root, *more, name="resumed")
     assert_same_heads(straight, resumed, 1e-6)
     assert is_eagle_folder(straight) and is_eagle_folder(straight / "snapshots" / "step-000004")
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        cfg = compose("decode", [f"run={straight / 'snapshots' / 'step-000004'}"])
+    pair = load_pair(cfg, [])  # with the target and the taps of the run
+    assert (pair.name, pair.target.name) == ("straight-step-000004", "tiny_random")
     first, second = (read_metrics_csv(tmp_path / "outputs" / name / "metrics.csv") for name in ("straight", "resumed"))
     names = ["train/loss", "train/lr", "train/grad_norm", "train/tokens", "val/alpha", "val/kl"]
     for name in names + (["val/alpha_step2", "val/hits_step2"] if kind == "eagle3" else []):

@@ -161,6 +161,30 @@ def test_find_run_by_age_name_and_path(tmp_path):
         find_run(None, tmp_path / "empty")
 
 
+def test_a_snapshot_is_judged_with_the_target_and_the_data_of_its_run(tmp_path):
+    """Also while the run still trains; its results get a folder of their own."""
+    run = make_run(tmp_path, "mine")
+    for finished in (True, False):
+        for step in ("step-000002", "step-000004"):
+            (run / "snapshots" / step).mkdir(parents=True, exist_ok=True)
+            (run / "snapshots" / step / "config.json").write_text("{}")
+        snapshot = run / "snapshots" / "step-000004"
+        assert find_run(str(snapshot), "elsewhere") == find_run("mine/snapshots/step-000004", tmp_path) == snapshot
+        assert load_run(snapshot).name == "mine-step-000004" and load_run(snapshot).config.data.seed == 5
+        config = run_config(CFG, snapshot, ["alpha.max_tokens=50"])
+        assert config.target.source == "random:tiny_llama" and config.run == "mine-step-000004"
+        for name in ("mine/snapshots/step-000003", str(run / "snapshots" / "step-4")):
+            with pytest.raises(UserError, match=rf"^run={name}: no such snapshot; .* the last is run={snapshot}$"):
+                find_run(name, tmp_path)
+        for name in ("mine/snapshots", str(run / "state")):
+            (run / "state").mkdir(exist_ok=True)
+            with pytest.raises(UserError, match=rf"^run={name}: a folder inside a run; give run={run}; or judge"):
+                find_run(name, tmp_path)
+        (run / "run.json").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=rf"^run=mine: no run\.json there.*run={snapshot}$"):
+        find_run("mine", tmp_path)
+
+
 def test_load_run_says_what_is_broken(tmp_path):
     folder = make_run(tmp_path, "a")
     assert load_run(folder).config.data.seed == 5 and load_run(folder).name == "a"

@@ -59,8 +59,8 @@ class RunFolder:
         """Decide how to begin. Touches nothing.
 
         config: resolved, plain. resume: `auto`, `never` or the path of a checkpoint.
-        Raises UserError when the folder holds a run of another config, naming the keys that differ, and when overwriting
-        would delete what the new run is to begin with.
+        Raises UserError when the folder holds a run of another config, naming the keys that differ, and when
+        overwriting would delete what the new run is to begin with.
         """
         explicit = None if resume in ("auto", "never") else Path(resume)
         if explicit is not None and not explicit.is_file():
@@ -89,7 +89,7 @@ class RunFolder:
         return Start(self.checkpoint, saved_step(self.checkpoint)) if self.checkpoint.is_file() else Start()
 
     def _refuse_to_delete(self, config: dict[str, Any]) -> None:
-        """overwrite=true drops the whole folder: nothing that the config names (a checkpoint, a draft) may lie in it."""
+        """overwrite=true drops the whole folder: nothing that the config names (a checkpoint, a draft) may be in it."""
         for key, value in texts(config):
             if key != "run" and lies_in(Path(value), self.path):
                 raise UserError(
