@@ -196,7 +196,7 @@ def run_of_snapshot(folder: Path) -> Path | None:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Read a run's config and run.json, of a snapshot its run's config. Raises UserError when one is missing or broken."""
+    """Read a run's config and run.json (of a snapshot: its run's config). Raises UserError when one is broken."""
     folder = Path(folder)
     if run := run_of_snapshot(folder):
         return Run(folder, read_config(run), {})
