@@ -31,13 +31,17 @@ from models.target import Target
 
 ARCHITECTURES = {3: "LlamaForCausalLMEagle3", 1: "EagleLlamaForCausalLM"}
 KINDS = {"eagle3": 3, "eagle1": 1}
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
 TAPS = "taps"
 FINAL_HIDDEN = "final_hidden"
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Shape of a head; `rope_parameters` as in transformers 5 (theta and scaling in one)."""
+    """Shape of a head; `rope_parameters` as in transformers 5 (theta and scaling in one).
+
+    The VARIANTS stand in heads made elsewhere (the `speculators` library's names, but for qk_norm); EAGLE-3 only.
+    """
 
     version: int  # 3 or 1
     hidden_size: int
@@ -51,6 +55,11 @@ class EagleConfig:
     rms_norm_eps: float = 1e-5
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     tap_ids: tuple[int, ...] = ()  # residual streams entering these blocks; () for EAGLE-1
+    norm_before_residual: bool = False  # the residual is hidden_norm(g), not g
+    norm_before_fc: bool = False  # fc reads RMSNorm of the joined taps
+    fc_norm: bool = False  # fc reads each tap through an RMSNorm of its own
+    norm_output: bool = False  # the output is normed before it is fed back
+    qk_norm: bool = False  # queries and keys are normed in each attention head, as in Qwen3
 
     def __post_init__(self) -> None:
         assert self.version in ARCHITECTURES
@@ -79,6 +88,7 @@ class EagleConfig:
         """config.json: the fields that engines read, and ours under the same names."""
         config = asdict(self)
         version, tap_ids = config.pop("version"), config.pop("tap_ids")
+        config = {key: value for key, value in config.items() if value or key not in VARIANTS}
         return {
             "architectures": [ARCHITECTURES[version]],
             "model_type": "llama",
@@ -117,6 +127,9 @@ class EagleAttention(nn.Module):
         self.k_proj = nn.Linear(width, self.num_kv_heads * c.head_dim, bias=False)
         self.v_proj = nn.Linear(width, self.num_kv_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(self.num_heads * c.head_dim, c.hidden_size, bias=False)
+        if c.qk_norm:
+            self.q_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def forward(
         self,
@@ -129,6 +142,8 @@ class EagleAttention(nn.Module):
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, T, Dh)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = (each[:, None].to(q.dtype) for each in rope)  # (B, 1, T, Dh)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
@@ -185,6 +200,10 @@ class EagleHead(nn.Module):
         if c.version == 3:
             self.fc = nn.Linear(len(c.tap_ids) * c.hidden_size, c.hidden_size, bias=False)
             self.register_buffer("tap_scale", torch.ones(self.fc.in_features))
+            if c.norm_before_fc:
+                self.input_norm = nn.RMSNorm(self.fc.in_features, c.rms_norm_eps)
+            if c.fc_norm:
+                self.fc_norm = nn.ModuleList(nn.RMSNorm(c.hidden_size, c.rms_norm_eps) for _ in c.tap_ids)
             self.midlayer = EagleBlock(c)
             self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
             self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
@@ -217,7 +236,13 @@ class EagleHead(nn.Module):
         """The target's features as the state that slots read: fc of the taps, or the final state as it is."""
         if self.config.version == 1:
             return features.to(self.dtype)
-        return self.fc(features.flatten(-2).to(self.dtype) * self.tap_scale.to(self.dtype))
+        if self.config.fc_norm:
+            taps = features.to(self.dtype).unbind(-2)
+            features = torch.stack([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-2)
+        joined = features.flatten(-2).to(self.dtype)  # (..., 3D)
+        if self.config.norm_before_fc:
+            joined = self.input_norm(joined)
+        return self.fc(joined * self.tap_scale.to(self.dtype))
 
     @torch.no_grad()
     def set_tap_scale(self, taps: Tensor, *, keep_function: bool) -> None:  # (N, L, D)
@@ -238,7 +263,7 @@ class EagleHead(nn.Module):
         position_ids: Tensor,  # (B, T) of the slots
         cache: RollbackCache | None = None,
         attention_mask: Tensor | None = None,  # (B, 1, T, S) bool over cached and new slots; None: causal over T
-    ) -> Tensor:  # (B, T, D) un-normed
+    ) -> Tensor:  # (B, T, D) un-normed, but for norm_output
         """Outputs of the slots; with a cache, their keys and values are appended to it.
 
         Without a mask several new slots see one another causally, which is right for an empty cache only.
@@ -247,15 +272,20 @@ class EagleHead(nn.Module):
         rope = self.rotary(hidden.float(), position_ids)  # cos, sin (B, T, Dh) in fp32
         embedded = self.embed_tokens(input_ids)  # (B, T, D)
         if self.config.version == 3:
-            x = torch.cat((block.input_layernorm(embedded), block.hidden_norm(hidden)), dim=-1)  # (B, T, 2D)
+            normed = block.hidden_norm(hidden)
+            x = torch.cat((block.input_layernorm(embedded), normed), dim=-1)  # (B, T, 2D)
+            hidden = normed if self.config.norm_before_residual else hidden
         else:
             x = hidden = self.fc(torch.cat((embedded, hidden), dim=-1)).to(self.dtype)  # autocast leaves it in bf16
         hidden = hidden + block.self_attn(x, rope, cache, attention_mask)
-        return hidden + block.mlp(block.post_attention_layernorm(hidden))
+        hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
+        return self.norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:  # (..., D) -> (..., Vd)
         """Logits over the draft vocabulary (`target_ids` translates)."""
-        return self.lm_head(self.norm(hidden)) if self.config.version == 3 else self.target_head(hidden)
+        if self.config.version == 1:
+            return self.target_head(hidden)
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids -> target ids: id + d2t[id]."""
@@ -320,14 +350,19 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
     return head.float().eval()
 
 
-def check_fits(config: EagleConfig, target: Target, name: str) -> None:
-    """Raises UserError unless the head was made for this target's widths and taps."""
+def check_widths(config: EagleConfig, target: Target, name: str) -> None:
+    """Raises UserError unless the head was made for this target's widths."""
     for what, theirs, ours in (
         ("hidden size", config.hidden_size, target.hidden_size),
         ("vocabulary", config.vocab_size, target.embedding.shape[0]),
     ):
         if theirs != ours:
             raise UserError(f"draft {name}: made for a target with {what} {theirs}, this one has {ours}")
+
+
+def check_fits(config: EagleConfig, target: Target, name: str) -> None:
+    """Raises UserError unless the head was made for this target's widths and taps."""
+    check_widths(config, target, name)
     if config.version == 3 and config.tap_ids != target.tap_ids:
         wanted = str(list(config.tap_ids)).replace(" ", "")
         raise UserError(
@@ -392,6 +427,8 @@ def build_eagle(
         if before.config != config:
             shapes = ((f.name, getattr(before.config, f.name), getattr(config, f.name)) for f in fields(config))
             name, theirs, ours = next(shape for shape in shapes if shape[1] != shape[2])
+            if name in VARIANTS:
+                raise UserError(f"draft.init={init}: a head with {name}, which can be judged but not trained further")
             raise UserError(
                 f"draft.init={init}: a head of another shape, its {name} is {theirs} and this draft's {ours}; set the "
                 f"draft's keys to its config.json"
@@ -429,6 +466,12 @@ def eagle_config(
     if not 1 <= width <= target.vocab_size:
         raise UserError(f"draft.draft_vocab_size={width}: the target has {target.vocab_size} ids; set it to fewer")
     num_heads = num_attention_heads or c.num_attention_heads
+    num_kv_heads = num_key_value_heads or min(num_heads, getattr(c, "num_key_value_heads", None) or num_heads)
+    if num_key_value_heads is None and num_heads % num_kv_heads:  # blame what was set
+        raise UserError(
+            f"draft.num_attention_heads={num_heads}: no multiple of the target's {num_kv_heads} key and value heads; "
+            f"set it to one, or set draft.num_key_value_heads too"
+        )
     head_dim = getattr(c, "head_dim", None) or size // num_heads
     rope = getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
     return EagleConfig(
@@ -436,7 +479,7 @@ def eagle_config(
         hidden_size=size,
         intermediate_size=intermediate_size or getattr(c, "intermediate_size", None) or -(-8 * size // 3 // 64) * 64,
         num_attention_heads=num_heads,
-        num_key_value_heads=num_key_value_heads or min(num_heads, getattr(c, "num_key_value_heads", None) or num_heads),
+        num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=target.embedding.shape[0],
         draft_vocab_size=width,
