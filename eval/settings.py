@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from models.errors import UserError
+from models.servable import ENGINES
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ TOP_LEVEL = {
     "plan": FLAG,
     "prompts": optional(TEXT),
     "out": optional(TEXT),
+    "to": optional(one_of(*ENGINES)),
+    "folder": optional(TEXT),
     "checkpoint_root": TEXT,
     "output_root": TEXT,
     "cache_root": TEXT,
@@ -168,6 +171,13 @@ GROUPS: dict[str, dict[str, Rule]] = {
         "temperatures": distinct(list_of(TEMPERATURE, "[0.0,1.0]")),
         "max_tokens": optional(whole(1)),
         "position_buckets": distinct(list_of(whole(1), "[64,128,256]", may_be_empty=True)),
+    },
+    "export": {
+        "dtype": one_of("auto", "bf16", "fp16", "fp32"),
+        "draft_len": whole(1),
+        "target_path": optional(TEXT),
+        "licence": optional(TEXT),
+        "any_family": FLAG,
     },
     "regenerate": {
         "turns": one_of("all", "first"),

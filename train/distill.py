@@ -36,6 +36,7 @@ from eval.run import Pair, load_for
 from models.drafts import max_positions
 from models.eagle import EagleHead, build_eagle
 from models.errors import UserError
+from models.servable import DRAFT_MODEL, unservable_lines
 from models.target import Target, resolve_device
 from train.cache import caches, rows_of, say
 from train.callbacks import Metrics, Snapshots, StateCheckpoint, WeightAverage
@@ -69,10 +70,12 @@ def distill(cfg: DictConfig) -> Path:
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     target: Target = instantiate(cfg.target)
     if is_head(cfg):
+        say_unservable(target, cfg.draft.kind)
         rows = {split: rows_of(cfg, target, split) for split in ("train", "held_out")}
         draft, vocab_metrics = build_head(cfg, target, rows)
     else:
         draft, vocab_metrics = instantiate(cfg.draft, target=target, seed=cfg.seed), {}
+        say_unservable(target, DRAFT_MODEL, draft.config)
         if cfg.data.max_length > max_positions(draft):
             raise UserError(too_long(cfg.data.max_length, max_positions(draft)))
         rows = {split: rows_of(cfg, target, split) for split in ("train", "held_out")}
@@ -250,6 +253,12 @@ def check_head(cfg: DictConfig) -> None:
         raise UserError("draft.train_lm_head=true: draft=eagle1 has no head of its own; set it to false")
     if cfg.draft.kind == "eagle3" and cfg.target.tap_ids is None:
         raise UserError("target.tap_ids=null: draft=eagle3 reads taps of the target; set target.tap_ids=default")
+
+
+def say_unservable(target: Target, kind: str, draft_config: Any = None) -> None:
+    """A warning for each engine that could not serve such a draft: better before its training than after."""
+    for line in unservable_lines(target.config, kind, draft_config=draft_config):
+        say(f"warning: {line}")
 
 
 def build_head(cfg: DictConfig, target: Target, rows: dict[str, Rows]) -> tuple[EagleHead, dict[str, float]]:
