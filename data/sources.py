@@ -165,11 +165,14 @@ def _suffix(path: Path) -> str:
 
 @contextmanager
 def _opened(path: Path):
-    """A UTF-8 reader of a plain or gzip file; what goes wrong while reading becomes one line naming the file."""
+    """A UTF-8 reader of a plain or gzip file, told apart by their first bytes. What goes wrong while reading becomes
+    one line naming the file."""
     if _suffix(path) in BINARY_SUFFIXES:
         raise UserError(f"{path}: not a text file; for Parquet or Arrow give the folder as `dataset`")
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+        with path.open("rb") as file:
+            is_gzip = file.read(2) == b"\x1f\x8b"
+        with (gzip.open if is_gzip else open)(path, "rt", encoding="utf-8-sig") as file:
             yield file
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start} of a block)") from error
@@ -211,8 +214,9 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number}: not valid JSON ({error.msg}); each line is one object") from error
+            except (ValueError, RecursionError) as error:  # besides JSONDecodeError: a number too long, lists too deep
+                told = getattr(error, "msg", error)
+                raise UserError(f"{path}:{number}: not valid JSON ({told}); each line is one object") from error
             yield f"{path}:{number}", row
 
 

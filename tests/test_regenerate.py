@@ -238,6 +238,10 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
         ({"messages": []}, "at least one turn"),
         ({"prompt": " "}, "not empty"),
         ({"question": "x"}, 'with "messages", "prompt" or "text"'),
+        ({"messages": None}, 'with "messages", "prompt" or "text"'),
+        ({"messages": "x"}, "must be a list"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "no user turn"),
+        ({"messages": [{"role": "user", "content": None}]}, "needs the strings"),
         ([1], 'with "messages", "prompt" or "text"'),
     ],
 )
@@ -246,3 +250,71 @@ def test_a_row_that_is_no_prompt_is_told_by_its_line(row, told, tmp_path):
     path.write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")
     with pytest.raises(UserError, match=rf"prompts\.jsonl:2: .*{told}"):
         read_prompts(path)
+
+
+@pytest.mark.parametrize("content", ["", "\n  \n\n"])
+def test_a_file_without_prompts_is_told(content, tmp_path):
+    (path := tmp_path / "prompts.jsonl").write_text(content)
+    with pytest.raises(UserError, match=rf"^prompts={path}: the file holds no prompt; give lines of "):
+        read_prompts(path)
+    with pytest.raises(UserError, match=rf"^prompts={tmp_path}: a folder; give a JSONL file"):
+        read_prompts(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["no json", '{"text": "a"', "[" * 100_000, "1" * 5000, '{"text": "a"} {"text": "b"}'])
+def test_what_is_not_json_is_told_by_its_line(line, tmp_path):
+    (path := tmp_path / "prompts.jsonl").write_text('{"text": "fine"}\n\n' + line)
+    with pytest.raises(UserError, match=r"prompts\.jsonl:3: (not valid JSON|expected an object)") as caught:
+        read_prompts(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_blank_lines_a_bom_and_a_wrong_suffix_change_nothing(tmp_path, prompts):
+    text = "\ufeff\n" + "\r\n \n".join(json.dumps(row) for row in PROMPTS)
+    for name, content in (
+        ("plain.jsonl", text.encode()),
+        ("plain.jsonl.gz", text.encode()),
+        ("packed.jsonl", gzip.compress(text.encode())),
+        ("packed.gz", gzip.compress(text.encode())),
+    ):
+        (tmp_path / name).write_bytes(content)
+        read = read_prompts(tmp_path / name)
+        assert [(p.messages, p.extra) for p in read] == [(p.messages, p.extra) for p in prompts], name
+    for content, told in ((gzip.compress(text.encode())[:-9], "damaged gzip file"), (b"\xff\xfe{", "not UTF-8 text")):
+        (tmp_path / "damaged.jsonl").write_bytes(content)
+        with pytest.raises(UserError, match=rf"damaged\.jsonl: {told}"):
+            read_prompts(tmp_path / "damaged.jsonl")
+
+
+def test_rows_that_come_twice_are_answered_twice(tiny_target, tmp_path):
+    """Greedily alike; sampled each by a seed of its own."""
+    (path := tmp_path / "prompts.jsonl").write_text(3 * (json.dumps(PROMPTS[3]) + "\n"))
+    greedy = lines(regenerate(tiny_target, read_prompts(path), tmp_path / "greedy.jsonl", max_new_tokens=12))
+    assert len(greedy) == 3 and len({answers(row)[0] for row in greedy}) == 1
+    sampled = lines(regenerate(tiny_target, read_prompts(path), tmp_path / "sampled.jsonl", **SAMPLED))
+    assert len(sampled) == 3 == len({answers(row)[0] for row in sampled})
+
+
+def test_turns_that_the_template_refuses_are_told_before_anything_is_answered(tiny_target, tmp_path, monkeypatch):
+    template = (
+        "{% for m in messages %}{% if loop.index0 > 1 and m['role'] == 'system' %}{{ raise_exception('no system') }}"
+    )
+    template += "{% endif %}{% endfor %}" + tiny_target.tokenizer.chat_template
+    monkeypatch.setattr(tiny_target.tokenizer, "chat_template", template)
+    monkeypatch.setattr(train.regenerate, "generate_rows", lambda *_, **__: pytest.fail("a prompt was answered"))
+    late = {"messages": [USER, {"role": "system", "content": "Be brief."}, USER]}  # seen only behind the first answer
+    (path := tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*PROMPTS, late]))
+    with pytest.raises(UserError, match=r"prompts\.jsonl:7: the target's chat template refuses .* leave such turns"):
+        regenerate(tiny_target, read_prompts(path), tmp_path / "out.jsonl", max_new_tokens=4)
+
+
+def test_the_file_of_prompts_is_never_the_one_written(tmp_path, monkeypatch, capsys):
+    (path := tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPTS[0]) + "\n")
+    (link := tmp_path / "link.jsonl").symlink_to(path)
+    for out in (path, link):
+        given = ["+experiment=smoke", f"output_root={tmp_path}", f"prompts={path}", f"out={out}", "overwrite=true"]
+        monkeypatch.setattr(sys, "argv", ["regenerate", *given])
+        with pytest.raises(SystemExit):
+            train.regenerate.main()
+        assert capsys.readouterr().err.startswith(f"error: out={out}: is the file of prompts")
+    assert json.loads(path.read_text()) == PROMPTS[0]

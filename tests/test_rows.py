@@ -309,7 +309,7 @@ FILES = {
 def test_bad_sources_are_one_clear_line(tokenizer, tmp_path, monkeypatch, source, told):
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
-    (tmp_path / "damaged.txt.gz").write_bytes(b"not gzip")
+    (tmp_path / "damaged.txt.gz").write_bytes(gzip.compress(b"text")[:2] + b"not gzip")
     (tmp_path / "short.jsonl.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n' * 1000)[:-20])
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     (tmp_path / "bare").mkdir()

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from data.masks import chat_row, render_chat
 from data.progress import ProgressBar
-from data.prompts import ChatPrompt, read_prompts
+from data.prompts import ChatPrompt, prompts_file, read_prompts
 from eval.entry import entry
 from models.errors import UserError
 from models.generation import Answer, Request, generate_rows
@@ -81,6 +81,7 @@ def regenerate(
         chats: dict[Key, Chat] = {}
         num_too_long = 0
         for index, prompt in enumerate(prompts):
+            check_turns(prompt, target)
             first_ids = Chat(prompt).prompt_ids(target)
             if len(first_ids) > longest:
                 num_too_long += 1
@@ -88,7 +89,10 @@ def regenerate(
             for sample in range(num_samples):
                 chats[index, sample] = Chat(prompt, _row_seed(seed, index, sample), next_ids=first_ids)
         if not chats:
-            raise UserError(f"prompts: all {len(prompts):,} are longer than {longest:,} tokens")
+            fix = "raise regenerate.max_prompt_tokens" if longest == max_prompt_tokens else "the target reads no more"
+            raise UserError(
+                f"prompts: all {len(prompts):,} are longer than {longest:,} tokens; {fix}, or give shorter ones"
+            )
         waiting = [chat.request(key, target, max_new_tokens) for key, chat in chats.items() if key not in partial.rows]
         waiting.sort(key=lambda request: len(request.prompt_ids))
         answers = generate_rows(
@@ -248,6 +252,19 @@ class PartialFile:
         self._file.close()
 
 
+def check_turns(prompt: ChatPrompt, target: Target) -> None:
+    """Raises UserError naming file and line where the target's chat template refuses the turns of a prompt.
+
+    All of them are rendered, with a word in each answer's place: a later turn must not stop the job after hours.
+    """
+    num_answers = len(prompt.user_turns) - 1
+    chat = Chat(prompt, answers=["."] * num_answers, reasons=["stop"] * num_answers)
+    try:
+        render_chat(chat.messages(with_next=True), target.tokenizer, add_generation_prompt=True)
+    except UserError as error:
+        raise UserError(f"{prompt.origin}: {error}; leave such turns or the row out") from error
+
+
 def check_out(out: str | Path, *, overwrite: bool) -> None:
     if Path(out).exists() and (Path(out).is_dir() or not overwrite):
         what = "is a folder; give a file" if Path(out).is_dir() else "is there already; give another, or overwrite=true"
@@ -287,6 +304,8 @@ def main(cfg: DictConfig) -> None:
             raise UserError(f"{key}: not given; for example {key}={example}")
     settings = OmegaConf.to_container(cfg.regenerate, resolve=True)
     check_out(cfg.out, overwrite=cfg.overwrite)
+    if Path(cfg.out).exists() and Path(cfg.out).samefile(prompts_file(cfg.prompts)):
+        raise UserError(f"out={cfg.out}: is the file of prompts, which overwrite=true would replace; give another")
     prompts = read_prompts(cfg.prompts, turns=settings.pop("turns"))
     target: Target = instantiate(cfg.target)
     regenerate(target, prompts, cfg.out, overwrite=cfg.overwrite, **settings)
