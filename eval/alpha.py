@@ -328,7 +328,11 @@ def evaluate_pair(
         draft=pair.draft_fingerprint,
         data={"held_out": rows.fingerprint()},
     )
-    path = merge_results(Path(output_root) / pair.name / "results.json", header, metrics, overwrite=overwrite)
+    measured = tuple(f"{key}/" for key in metrics if key.startswith("alpha_expected/"))  # their former buckets go
+    path = merge_results(
+        Path(output_root) / pair.name / "results.json", header, metrics,
+        is_stale=lambda key: key.startswith(measured), overwrite=overwrite,
+    )  # fmt: skip
     print_metrics(f"Expected acceptance of {pair.draft_name} for {pair.target.name}", metrics)
     print(path)
     return metrics

@@ -226,7 +226,11 @@ def decode_pair(
         data={"prompts": prompts_fingerprint(prompts)},
     )
     title = f"{pair.draft_name} for {target.name}"
-    merge_results(folder / "results.json", header, metrics, overwrite=overwrite)
+    # of an earlier call's figures for a set, temperature and method nothing stays beside the new ones
+    measured = tuple(key.removeprefix("fallback_steps") for key in metrics if key.startswith("fallback_steps/"))
+    merge_results(
+        folder / "results.json", header, metrics, is_stale=lambda key: key.endswith(measured), overwrite=overwrite
+    )
     write_atomic(folder / "decode.json", json.dumps(_counts(decode, trials, differences), indent=1) + "\n")
     view = text_view(target.tokenizer, prompts, trials)
     write_atomic(folder / "generations.txt", view.full)

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -57,11 +57,13 @@ def merge_results(
     header: Mapping[str, Any],
     metrics: Mapping[str, Metric],
     *,
+    is_stale: Callable[[str], bool] = lambda key: False,
     overwrite: bool = False,
 ) -> Path:
     """Merge `metrics` into the file at `path` by key (a new value replaces the old one) and return the path.
 
     header: HEADER_KEYS (see `make_header`). `data` is merged by key, the rest is replaced.
+    is_stale: former figures that go even where there is no new value: those of what is now measured anew as a whole.
     overwrite: start the file afresh where it belongs to another target or draft.
     Raises UserError when the file holds another target's or draft's figures, or is no results file.
     """
@@ -82,12 +84,13 @@ def merge_results(
                 old = {}
         merged = {key: _plain(header[key]) for key in HEADER_KEYS}
         merged["data"] = {**old.get("data", {}), **merged["data"]}
+        before = {key: value for key, value in old.get("metrics", {}).items() if not is_stale(key)}
         new = {key: {"value": m.value, "ci95": m.ci95, "n": m.n} for key, m in metrics.items()}
-        merged["metrics"] = dict(sorted({**old.get("metrics", {}), **_plain(new)}.items()))
+        merged["metrics"] = dict(sorted({**before, **_plain(new)}.items()))
         merged["merges"] = [
             {**merge, "keys": kept}
             for merge in old.get("merges", [])
-            if (kept := [key for key in merge["keys"] if key not in metrics])
+            if (kept := [key for key in merge["keys"] if key in before and key not in metrics])
         ]
         made_by = {key: merged[key] for key in ("command", "git_sha", "device", "dtype")}
         merged["merges"].append({**made_by, "keys": sorted(metrics)})

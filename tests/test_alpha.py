@@ -1,5 +1,6 @@
 """Expected acceptance: identities, hand-computed values, padding, position buckets, any pair of models."""
 
+import json
 import math
 
 import numpy as np
@@ -8,8 +9,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from data.rows import Rows
-from eval.alpha import evaluate_alpha, expected_alpha, token_alpha, token_kl_and_entropy
-from eval.run import check_vocabulary
+from eval.alpha import evaluate_alpha, evaluate_pair, expected_alpha, token_alpha, token_kl_and_entropy
+from eval.run import Pair, check_vocabulary
 from models.drafts import load_draft
 from models.errors import UserError
 from models.target import Target, load_target
@@ -190,3 +191,13 @@ def test_another_vocabulary_is_refused(tiny_target, tmp_path):
     (tmp_path / "bare" / "model.safetensors").write_bytes(b"half a file")
     with pytest.raises(UserError, match=r"draft\.id=.*not a model folder"):
         load_draft(tmp_path / "bare")
+
+
+def test_former_buckets_go_when_a_temperature_is_measured_anew(tiny_target, tmp_path):
+    pair, rows = Pair(tiny_target, tiny_draft(), "pair", "tiny", None, None), make_rows([20, 9])
+    for temperatures, buckets in (([0.0, 1.0], [8]), ([1.0], [4])):
+        alpha = {"temperatures": temperatures, "max_tokens": None, "position_buckets": buckets}
+        evaluate_pair(pair, alpha, rows=rows, seed=0, output_root=tmp_path)
+    keys = json.loads((tmp_path / "pair" / "results.json").read_text())["metrics"].keys()
+    found = {key.removeprefix("alpha_expected/held_out/") for key in keys if key.startswith("alpha_expected/")}
+    assert found == {"T0", "T0/pos_0_8", "T0/pos_8_up", "T1", "T1/pos_0_4", "T1/pos_4_up"}

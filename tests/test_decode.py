@@ -228,6 +228,19 @@ def test_without_plain_runs_only_tau_is_measured(tiny_target, tmp_path, capsys):
     assert "decode.plain=false" in capsys.readouterr().out
 
 
+def test_no_figure_of_an_earlier_call_stays_beside_newer_ones_of_a_method(tiny_target, tmp_path):
+    """Measured anew without plain runs, a method has no speed-up; other methods keep theirs."""
+    pair = Pair(tiny_target, first_blocks(tiny_target.model, 7), "pair", "seven_blocks", None, None)
+    settings = DECODE | {"sets": ["gsm8k"], "num_prompts": 1, "temperatures": [0.0], "max_new_tokens": 4}
+    before = decode_pair(pair, settings | {"methods": ["chain_k3", "static_2x2x1"]}, output_root=tmp_path)
+    anew = decode_pair(pair, settings | {"methods": ["chain_k3"], "plain": False}, output_root=tmp_path)
+    results = json.loads((tmp_path / "pair" / "results.json").read_text())
+    kept = {key for key in before if key.endswith("static_2x2x1")}
+    assert "speedup/gsm8k/T0/chain_k3" in before and "speedup/gsm8k/T0/static_2x2x1" in kept
+    assert results["metrics"].keys() == anew.keys() | kept
+    assert [set(merge["keys"]) for merge in results["merges"]] == [kept, set(anew)]
+
+
 def test_every_method_is_warmed_up_then_interleaved(tiny_target, monkeypatch):
     """Beside every method one plain run a prompt and temperature; the order turns round from prompt to prompt."""
     calls = []
