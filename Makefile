@@ -5,7 +5,7 @@ ARGS ?=
 RUN ?=
 run_arg = $(if $(RUN),run=$(RUN))
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-peer quickstart test test-fast test-long lint cache train eval-alpha eval-decode verify-cache regenerate bench gpu-check
+.PHONY: help setup setup-peer quickstart test test-fast test-long lint cache train eval-alpha eval-decode export verify-cache regenerate bench gpu-check check-export import-head
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -56,6 +56,9 @@ eval-alpha: setup ## acceptance on held-out text of the newest run, or RUN=check
 eval-decode: setup ## the speculative loop against plain decoding, newest run or RUN=checkpoints/NAME
 	$(PY) -m eval.decode $(run_arg) $(ARGS)
 
+export: setup ## a run for a serving engine: make export TO=vllm|sglang|trtllm|hf|speculators [RUN=checkpoints/NAME] [OUT=FOLDER]
+	$(PY) -m train.export $(run_arg) $(if $(TO),to=$(TO)) $(if $(OUT),out=$(OUT)) $(ARGS)
+
 verify-cache: setup ## check every byte and value: make verify-cache CACHE=cache/NAME
 	$(PY) -m data.verify $(or $(CACHE),cache)
 
@@ -67,3 +70,9 @@ bench: setup ## ratios within one run, into outputs/bench/results.json
 
 gpu-check: setup ## every check that needs one GPU, into outputs/gpu-check/results.json
 	$(PY) -m train.gpu_check $(ARGS)
+
+check-export: setup ## what engines would get wrong about a head: make check-export FOLDER=exports/NAME [TARGET=HUB_ID_OR_FOLDER]
+	$(PY) -m train.check_export $(if $(FOLDER),folder=$(FOLDER)) $(if $(TARGET),target=hf target.source=$(TARGET)) $(ARGS)
+
+import-head: setup ## a published head as a run that eval-alpha takes: make import-head FOLDER=... RUN=NAME TARGET=HUB_ID_OR_FOLDER
+	$(PY) -m train.import_head $(if $(FOLDER),folder=$(FOLDER)) $(if $(TARGET),target=hf target.source=$(TARGET)) $(run_arg) $(ARGS)

@@ -1,0 +1,122 @@
+"""What a model card says of a run: its shape, its figures with intervals, its data, and how it is served."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedModel
+
+from eval.results import read_results
+from eval.run import Run
+from models.drafts import max_positions
+from models.eagle import EagleHead
+from models.model_card import KNOWN_TARGETS, Card, shown_metrics, target_licence
+from models.servable import DRAFT_MODEL, EAGLE3, kind_of
+from models.serve_command import serve_command
+from models.target import Target
+
+
+def make_card(
+    cfg: DictConfig,
+    run: Run,
+    target: Target,
+    draft: EagleHead | PreTrainedModel,
+    *,
+    out: Path,
+    target_path: str,
+) -> Card:
+    """The card of `run`, exported to `cfg.to` in the folder `out`."""
+    kind, source = kind_of(draft), run.config.target.source
+    limit = position_limit(draft, target)
+    metrics, measured = run_metrics(Path(cfg.output_root) / run.name / "results.json", run)
+    return Card(
+        name=run.name,
+        kind=kind,
+        engine=cfg.to,
+        target=KNOWN_TARGETS[source][0] if source in KNOWN_TARGETS else source,
+        licence=cfg.export.licence or target_licence(source, target_path),
+        command=serve_command(
+            cfg.to,
+            kind,
+            out,
+            target_path,
+            draft_len=cfg.export.draft_len,
+            dtype=dtype_name(draft),
+            max_positions=limit,
+        ),
+        notes=serving_notes(cfg.to, kind, limit),
+        facts=facts(draft, target),
+        metrics=metrics,
+        measured=measured,
+        sources=OmegaConf.to_container(run.config.data.sources, resolve=True) if "data" in run.config else [],
+        made_by=made_by(run),
+    )
+
+
+def position_limit(draft: EagleHead | PreTrainedModel, target: Target) -> int | None:
+    """Positions of a draft model that has fewer than its target; None otherwise (heads have the target's)."""
+    if isinstance(draft, EagleHead) or max_positions(draft) >= target.max_positions:
+        return None
+    return max_positions(draft)
+
+
+def serving_notes(to: str, kind: str, limit: int | None) -> list[str]:
+    notes = []
+    if kind == EAGLE3 and to in ("vllm", "sglang", "trtllm"):
+        notes.append(
+            "Weights and config.json are the same for vLLM, SGLang and TensorRT-LLM; only the command differs."
+        )
+    if limit is not None:
+        notes.append(
+            f"The draft has {limit} positions and the target more. Serve texts of at most {limit} tokens: vLLM drafts "
+            f"past them without an error, and what it drafts there is noise."
+        )
+    if to in ("vllm", "speculators"):
+        notes.append(
+            'At temperature above 0 vLLM proposes the draft\'s best token; `"draft_sample_method": "probabilistic"` in '
+            "--speculative-config draws from the draft instead."
+        )
+    if to in ("sglang", "trtllm"):
+        notes.append("Written from the engine's documentation and sources; not run by Draftsmith's own tests.")
+    if to == "hf" and kind == DRAFT_MODEL:
+        notes.append("generation_config.json fixes the number of drafted tokens; transformers' own heuristics are off.")
+    return notes
+
+
+def facts(draft: EagleHead | PreTrainedModel, target: Target) -> dict[str, Any]:
+    """Shape of the draft, as its config says it in part only."""
+    count = sum(p.numel() for p in draft.parameters())
+    common = {"weights": f"{count:,} in {dtype_name(draft)}", "target": f"{target.name}, {target.config.model_type}"}
+    if not isinstance(draft, EagleHead):
+        return {**common, "architecture": type(draft).__name__, "positions": max_positions(draft)}
+    c = draft.config
+    if c.version == 1:
+        return {**common, "reads": "the target's post-norm final state", "positions": target.max_positions}
+    return {
+        **common,
+        "reads": f"the streams entering blocks {', '.join(map(str, c.tap_ids))} of {target.num_blocks}",
+        "draft vocabulary": f"{c.draft_vocab_size:,} of {target.vocab_size:,} ids",
+        "positions": target.max_positions,
+    }
+
+
+def run_metrics(path: Path, run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Figures of results.json with their intervals, and what measured them; else the bare ones of run.json."""
+    if path.is_file():
+        results = read_results(path)
+        return shown_metrics(results["metrics"]), {key: results[key] for key in ("device", "dtype", "git_sha")}
+    bare = {key: {"value": value} for key, value in run.info.get("metrics", {}).items()}
+    return shown_metrics(bare), {key: run.info[key] for key in ("device", "git_sha") if key in run.info}
+
+
+def made_by(run: Run) -> dict[str, Any]:
+    info = run.info
+    wanted = {key: info[key] for key in ("command", "git_sha", "steps", "precision") if key in info}
+    wanted |= {f"{name} version": version for name, version in info.get("versions", {}).items()}
+    wanted |= {f"data, {split}": fingerprint for split, fingerprint in info.get("data", {}).items()}
+    hashes = {key: value for key, value in info.get("target", {}).items() if key != "name"}
+    return wanted | hashes
+
+
+def dtype_name(draft: EagleHead | PreTrainedModel) -> str:
+    return str(draft.dtype).removeprefix("torch.")
