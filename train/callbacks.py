@@ -1,6 +1,7 @@
 """What can be removed from training without changing its result: logging, progress, averaging, saving, stopping."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -174,11 +175,15 @@ class Snapshots(StepCallback):
     def on_step(self, trainer: Trainer, module: Distiller) -> None:
         if trainer.global_step % self.every or not trainer.is_global_zero:
             return
+        folder = self.folder / f"step-{trainer.global_step:06d}"
+        partial = folder.with_name(f".{folder.name}.partial")  # whole or not there: it may be judged meanwhile
         if self.average is not None:
             self.average.swap(module)
-        module.draft.save_pretrained(self.folder / f"step-{trainer.global_step:06d}")
+        module.draft.save_pretrained(partial)
         if self.average is not None:
             self.average.swap(module)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed behind it and goes on from before
+        partial.rename(folder)
 
 
 class Stopped(SystemExit):

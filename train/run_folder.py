@@ -31,7 +31,7 @@ FREE = re.compile(
     r"|(logger|decode|alpha)\..*"
     r"|target\.(device|device_map|converted_root|name)"
     r"|cache\.(shard_tokens|batch_tokens|name)"
-    r"|trainer\.(num_workers|strategy|val_every_steps|log_every_steps|checkpoint_every_\w+))$"
+    r"|trainer\.(num_workers|strategy|val_every_steps|log_every_steps|checkpoint_every_\w+|snapshot_every_steps))$"
 )
 LENGTH = ("trainer.max_steps", "trainer.max_epochs")  # may change: the schedule is then stretched over the new length
 
