@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import ModelOutput
 
+from models.attention import decoding_attention
 from models.errors import UserError
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -204,14 +205,15 @@ def forward_with_cache(
         attention_mask = cache.causal_mask(num_tokens, input_ids.device)
     cache_name, keeps_logits = _forward_arguments(type(model))
     options = {"logits_to_keep": logits_to_keep} if keeps_logits else {}
-    return model(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        attention_mask=attention_mask,
-        use_cache=True,
-        **{cache_name: cache},
-        **options,
-    )
+    with decoding_attention(model):
+        return model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            use_cache=True,
+            **{cache_name: cache},
+            **options,
+        )
 
 
 @lru_cache

@@ -25,6 +25,7 @@ from transformers import (
 
 from models.errors import UserError
 from models.hub import hub_errors, hub_reachable
+from models.packed_linear import pack_linears
 from models.tiny import byte_tokenizer, random_model
 
 VOLATILE_CONFIG = (
@@ -123,13 +124,8 @@ class Target(nn.Module):
 
     def logits(self, final_hidden: Tensor) -> Tensor:  # (..., D) -> (..., vocab_size)
         """The model's own head on post-norm states, cut to the real ids."""
-        head = self.model.get_output_embeddings()
-        if self.head_width == self.vocab_size:
-            logits = head(final_hidden)
-        else:
-            bias = None if head.bias is None else head.bias[: self.vocab_size]
-            logits = nn.functional.linear(final_hidden, head.weight[: self.vocab_size], bias)
-        return self._scaled(logits)
+        logits = self.model.get_output_embeddings()(final_hidden)
+        return self._scaled(logits[..., : self.vocab_size])
 
     @property
     def scales_logits(self) -> bool:
@@ -209,7 +205,7 @@ def load_target(
         tokenizer = byte_tokenizer()
         if model.config.vocab_size > len(tokenizer):  # a real model's shape: its vocabulary has no text behind it
             tokenizer.add_tokens([f"<{i}>" for i in range(len(tokenizer), model.config.vocab_size)])
-        return Target(model, tokenizer, name=name or source, tap_ids=tap_ids)
+        return Target(pack_linears(model), tokenizer, name=name or source, tap_ids=tap_ids)
     if source.startswith("package:"):
         path = str(_convert_gguf(_package_gguf(source.removeprefix("package:")), Path(converted_root)))
     elif source.endswith(".gguf"):
@@ -232,7 +228,7 @@ def load_target(
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, device_map=device_map, **options)
     if device_map is None:
         model = model.to(torch_device)
-    return Target(model, tokenizer, name=name or source, tap_ids=tap_ids)
+    return Target(pack_linears(model), tokenizer, name=name or source, tap_ids=tap_ids)
 
 
 def check_tap_ids(tap_ids: Sequence[int] | str | None, num_blocks: int) -> tuple[int, ...] | None:
