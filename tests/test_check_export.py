@@ -395,7 +395,8 @@ def test_taps_that_are_one_block_off_are_measured(by: int, target: Target) -> No
     if by == 0:
         assert found == []
     else:
-        assert len(found) == 1 and found[0].endswith(f"write {list(true)}"), found
+        assert len(found) == 1 and found[0].startswith(f"shifted taps, by {by:+d}: "), found
+        assert found[0].endswith(f"write {list(true)}")
 
 
 def test_shifts_that_the_target_has_not_are_left_out(target: Target) -> None:

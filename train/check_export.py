@@ -140,10 +140,10 @@ def shifted_taps(head: EagleHead, shifts: Sequence[Shift], *, margin: float = 0.
     if not better:
         return []
     best = max(better, key=lambda shift: shift.alpha[0])
-    taps = [i + best.by for i in head.config.tap_ids]
+    written, trained = list(head.config.tap_ids), [i + best.by for i in head.config.tap_ids]
     return [
-        f"shifted taps: alpha is {best.alpha[0]:.3f} with {taps} and {as_written.alpha[0]:.3f} with "
-        f"{list(head.config.tap_ids)} as written, {best.by:+d} block off the training; write {taps}"
+        f"shifted taps, by {-best.by:+d}: alpha is {as_written.alpha[0]:.3f} with {written} as written and "
+        f"{best.alpha[0]:.3f} with {trained}; write {trained}"
     ]
 
 
