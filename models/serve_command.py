@@ -66,4 +66,5 @@ def trtllm_yaml(kind: str, folder: str | Path, *, draft_len: int, captured: list
     }
     if captured is not None:
         config["eagle3_layers_to_capture"] = captured
-    return "speculative_config:\n" + "".join(f"  {key}: {json.dumps(value)}\n" for key, value in config.items())
+    top = "disable_overlap_scheduler: true\n" if kind == DRAFT_MODEL else ""  # its documentation asks for it
+    return top + "speculative_config:\n" + "".join(f"  {key}: {json.dumps(value)}\n" for key, value in config.items())

@@ -23,6 +23,7 @@ from models.errors import UserError
 from models.export import captured_outputs, export, fit_width, llama_config, tap_fields
 from models.model_card import target_licence
 from models.reload import make_probe, probe_logits, read_folder
+from models.serve_command import trtllm_yaml
 from models.target import Target, load_target
 
 TAPS, BLOCK = (2, 4, 5), "midlayer."
@@ -228,8 +229,12 @@ def test_what_is_not_finite_is_not_written(target, tmp_path):
 
 @pytest.mark.parametrize("name", ["fc.weight", "norm.weight", "d2t"])
 def test_reading_again_is_strict(target, name, tmp_path):
-    export(make_head(target), target, tmp_path, to="vllm")
+    head = make_head(target)
+    export(head, target, tmp_path, to="vllm")
     _, tensors = written(tmp_path)
+    if name != "d2t":
+        save_file({**tensors, name: tensors[name] * 1.001}, tmp_path / "model.safetensors")
+        assert reloaded_difference(head, tmp_path) > 1e-4
     save_file({**tensors, "other.weight": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"unexpected \['other\.weight'\]"):
         read_folder(tmp_path)
@@ -430,6 +435,8 @@ def test_tensorrt_gets_its_yaml(command, without_process):
         'speculative_config:\n  decoding_type: "Eagle3"\n  max_draft_len: 3\n'
         '  speculative_model: "exports/head-trtllm"\n'
     )
+    assert "eagle3_layers_to_capture: [0, 2, 5]\n" in trtllm_yaml("eagle3", "a", draft_len=3, captured=[0, 2, 5])
+    assert trtllm_yaml("draft_model", "a", draft_len=3, captured=None).startswith("disable_overlap_scheduler: true\n")
 
 
 @pytest.mark.parametrize(
@@ -442,6 +449,7 @@ def test_tensorrt_gets_its_yaml(command, without_process):
         (["run=of_gpt2", "to=sglang"], "to=sglang: SGLang serves no eagle3 head for a gpt2 target"),
         (["run=one", "to=trtllm"], "to=trtllm: TensorRT-LLM knows EAGLE-3 heads only"),
         (["run=head", "to=hf"], "to=hf: transformers has no class for eagle3 heads"),
+        (["run=head", "to=speculators"], "export.target_path: not given; a speculators folder names its target"),
         (["run=draft", "to=speculators"], "to=speculators: a draft model is an ordinary folder"),
         (["run=draft", "to=trtllm"], "to=trtllm: TensorRT-LLM's PyTorch backend has no gpt2 model, which the draft is"),
         (["run=head", "to=vllm", "export.draft_length=4"], "draft_length"),

@@ -30,6 +30,7 @@ from models.target import Target, resolve_dtype
 from train.export_card import make_card
 
 TOLERANCE = 1e-5  # of reloaded logits, in fp32
+NO_PATH = "TARGET"  # stands in the command for a target that no engine could find
 
 
 def export_run(cfg: DictConfig) -> Path:
@@ -49,6 +50,10 @@ def export_run(cfg: DictConfig) -> Path:
     if reason := servable(target.config, kind, cfg.to, draft_config=draft_config, any_family=any_family):
         raise UserError(f"to={cfg.to}: {reason}")
     target_path = cfg.export.target_path or served_path(run.config.target.source, target)
+    if cfg.to == "speculators" and target_path == NO_PATH:
+        raise UserError(
+            "export.target_path: not given; a speculators folder names its target, and this one comes from nowhere"
+        )
     card = make_card(cfg, run, target, draft, out=out, target_path=target_path)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -115,7 +120,7 @@ def check_written(folder: Path, draft: EagleHead | PreTrainedModel, target: Targ
 
 def served_path(source: str, target: Target) -> str:
     """What an engine can load as this target: a hub id or folder; of a GGUF the folder that it was converted to."""
-    return "TARGET" if source.startswith("random:") else str(target.model.config._name_or_path or source)
+    return NO_PATH if source.startswith("random:") else str(target.model.config._name_or_path or source)
 
 
 @entry("export")

@@ -71,7 +71,7 @@ def serving_notes(to: str, kind: str, limit: int | None) -> list[str]:
             f"The draft has {limit} positions and the target more. Serve texts of at most {limit} tokens: vLLM drafts "
             f"past them without an error, and what it drafts there is noise."
         )
-    if to in ("vllm", "speculators"):
+    if to == "vllm":
         notes.append(
             'At temperature above 0 vLLM proposes the draft\'s best token; `"draft_sample_method": "probabilistic"` in '
             "--speculative-config draws from the draft instead."
