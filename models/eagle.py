@@ -13,7 +13,7 @@ Shapes: B batch, T time, D hidden size of the target, L tapped layers, V vocabul
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -347,7 +347,24 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
     except RuntimeError as error:
         raise UserError(f"draft {folder}: {str(error).splitlines()[-1].strip()}; save the head again") from None
     check_fits(head.config, target, str(folder))
+    drop_padded_ids(head, target)
     return head.float().eval()
+
+
+@torch.no_grad()
+def drop_padded_ids(head: EagleHead, target: Target) -> None:
+    """Take ids that no text of the target has out of the draft vocabulary of a head made elsewhere."""
+    ids = torch.arange(target.vocab_size)
+    if head.config.version == 3:
+        is_real = head.draft_vocab < target.vocab_size  # (Vd,)
+        if bool(is_real.all()):
+            return
+        ids, rows = head.draft_vocab[is_real], head.lm_head.weight[is_real]
+        head.lm_head = nn.Linear(head.config.hidden_size, len(ids), bias=False)
+        head.lm_head.weight.copy_(rows)
+        head.d2t = ids - torch.arange(len(ids))
+        head.t2d.zero_()[ids] = True
+    head.config = replace(head.config, draft_vocab_size=len(ids))
 
 
 def check_widths(config: EagleConfig, target: Target, name: str) -> None:
