@@ -8,6 +8,7 @@ import ctypes
 import errno
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -100,9 +101,25 @@ def explain(error: BaseException) -> str:
     elif "Could not find 'experiment/" in text:
         names = ", ".join(sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml")))
         text = f"{text.split('.')[0]}; the experiments are: {names}"
+    elif match := re.match(r"Could not override '([\w.]+)'\. To append to your config use \+([^ ]+)", text):
+        text = no_such_key(*match.groups())
     elif "is not in struct" in text:
         text = f"{text.split(' full_key')[0]} (unknown key; `--cfg job` prints all keys)"
     return text[:500]
+
+
+def no_such_key(key: str, override: str) -> str:
+    """A key that the chosen `draft`, `target`, ... does not have; Hydra would have it appended, which is no help."""
+    group, _, inner = key.partition(".")
+    choices = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / group).glob("*.yaml"))}
+    having = [
+        f"{group}={name}"
+        for name, content in choices.items()
+        if inner and (OmegaConf.select(content, inner) is not None or OmegaConf.select(content, key) is not None)
+    ]
+    if not having:
+        return f"{override}: unknown key; `--cfg job` prints all keys"
+    return f"{override}: the {group} chosen here has no such key ({', '.join(having)} has it); leave it out"
 
 
 def check_config(cfg: DictConfig) -> None:

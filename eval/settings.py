@@ -6,10 +6,13 @@ Keys that are not listed here belong to what their group builds (`_target_`), wh
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from models.drafts import build_draft
+from models.eagle import build_eagle
 from models.errors import UserError
 from models.servable import ENGINES
 
@@ -194,6 +197,9 @@ GROUPS: dict[str, dict[str, Rule]] = {
 }
 
 
+BUILDERS = {"models.eagle.build_eagle": build_eagle, "models.drafts.build_draft": build_draft}
+
+
 def check_settings(cfg: DictConfig) -> None:
     """Raises UserError naming the first key that is unknown, missing or holds a wrong value."""
     for key, rule in TOP_LEVEL.items():
@@ -208,12 +214,31 @@ def check_settings(cfg: DictConfig) -> None:
                 raise UserError(f"{group}.{unknown[0]}: unknown key; the keys are {', '.join(rules)}")
             if missing := [key for key in rules if key not in settings]:
                 raise UserError(f"{group}.{missing[0]}: not given; it must be {rules[missing[0]].wanted}")
+        if group == "draft":
+            _check_draft_keys(settings)
         for key, rule in rules.items():
             if key in settings:
                 _check(f"{group}.{key}", settings[key], rule)
     loggers = cfg.get("logger")
     if not isinstance(loggers, DictConfig) or not all(isinstance(node, DictConfig) for node in loggers.values()):
         raise UserError(f"logger={loggers}: must be csv or wandb (~logger.csv for none)")
+
+
+def _check_draft_keys(draft: DictConfig) -> None:
+    """Keys of another kind of draft, which an experiment or a command line brought along."""
+    kind, builder = draft.get("kind"), BUILDERS.get(draft.get("_target_"))
+    if builder is None:
+        return
+    if foreign := sorted(set(draft) - {"_target_", *signature(builder).parameters}):
+        what = "a head" if builder is build_eagle else f"draft.kind={kind}"
+        raise UserError(
+            f"draft.{foreign[0]}={draft[foreign[0]]}: {what} has no such key; leave it out by '~draft.{foreign[0]}'"
+        )
+    if kind == "eagle1" and draft.get("simulation") is not None:
+        given = draft.simulation
+        inner = next(iter(given), "") if isinstance(given, DictConfig) else ""
+        name, value = (f"draft.simulation.{inner}", given[inner]) if inner else ("draft.simulation", given)
+        raise UserError(f"{name}={value}: draft=eagle1 is trained without simulation; set draft.simulation=null")
 
 
 def _check(key: str, value: Any, rule: Rule) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from models.attention import attend
 from models.errors import UserError
 from models.kv_cache import RollbackCache
 from models.target import Target
@@ -148,10 +149,7 @@ class EagleAttention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.layers[0].update(k, v)  # (B, Hkv, S, Dh)
-        if self.num_kv_heads != self.num_heads:
-            k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for x in (k, v))
-        is_causal = attention_mask is None and q.shape[2] > 1
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=is_causal)
+        out = attend(q, k, v, attention_mask)  # (B, H, T, Dh)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -483,6 +481,8 @@ def eagle_config(
     if not 1 <= width <= target.vocab_size:
         raise UserError(f"draft.draft_vocab_size={width}: the target has {target.vocab_size} ids; set it to fewer")
     num_heads = num_attention_heads or c.num_attention_heads
+    if size % num_heads:
+        raise UserError(f"draft.num_attention_heads={num_heads}: must divide the target's hidden size of {size}")
     num_kv_heads = num_key_value_heads or min(num_heads, getattr(c, "num_key_value_heads", None) or num_heads)
     if num_key_value_heads is None and num_heads % num_kv_heads:  # blame what was set
         raise UserError(

@@ -6,6 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from hydra import compose, initialize_config_dir
+
+from eval.entry import CONF_DIR, check_config
+from models.errors import UserError
+from train.quickstart import quickstart
+
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -49,3 +56,26 @@ def test_a_mistake_is_one_line(tmp_path):
         assert result.returncode == 2 and result.stderr.splitlines()[-1].startswith(f"error: {key}="), result.stderr
         assert "Traceback" not in result.stderr and not result.stdout
     assert not (tmp_path / "cache").exists()  # told before anything began
+
+
+def test_quickstart_with_an_eagle_1_head(tmp_path):
+    """The experiment as it is, on a target of bytes; it sets simulated steps, which this head has not."""
+    roots = [f"{name}_root={tmp_path / name}" for name in ("output", "checkpoint", "cache")]
+    small = [
+        "data.max_train_tokens=6000",
+        "data.max_held_out_tokens=1500",
+        "data.max_length=128",
+        "alpha.max_tokens=300",
+    ]
+    small += ["trainer.max_steps=2", "decode.sets=[gsm8k]", "decode.num_prompts=1", "decode.max_new_tokens=6"]
+    eagle1 = ["+experiment=quickstart", "draft=eagle1", "target=tiny_random", "dtype=fp32", *small, *roots]
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        with pytest.raises(UserError, match=r"^draft\.simulation\.steps=3: .*; set draft\.simulation=null$"):
+            check_config(compose("distill", eagle1))
+        check_config(cfg := compose("distill", [*eagle1, "draft.simulation=null"]))
+    metrics = quickstart(cfg)["metrics"]
+    for method in ("chain_k3", "dynamic_d4_k4_n8"):
+        assert metrics[f"tau/gsm8k/T0/{method}"]["value"] >= 1 and metrics[f"tau/gsm8k/T1/{method}"]["value"] >= 1
+        assert metrics[f"greedy_failures/gsm8k/T0/{method}"]["value"] == 0
+    assert metrics["alpha_expected/held_out/T1"]["value"] > 0
+    assert (tmp_path / "output" / "quickstart" / "loss.png").is_file()

@@ -9,7 +9,6 @@
 import re
 import sys
 import time
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data.datamodule import Item, PackedDataModule, PackedRows
+from data.datamodule import BatchStream, Item, PackedDataModule, PackedRows
 from data.draft_vocab import coverage, frequent_ids
 from data.rows import Rows
 from data.signals import SignalSpec, target_columns
@@ -34,7 +33,7 @@ from eval.entry import entry
 from eval.results import Metric, git_sha, run_info
 from eval.run import Pair, load_for
 from models.drafts import max_positions
-from models.eagle import EagleHead, build_eagle
+from models.eagle import EagleHead
 from models.errors import UserError
 from models.servable import DRAFT_MODEL, unservable_lines
 from models.target import Target, resolve_device
@@ -235,20 +234,13 @@ def is_head(cfg: DictConfig) -> bool:
 
 
 def check_head(cfg: DictConfig) -> None:
-    """A head's needs, told before anything is loaded."""
+    """A head's needs, told before anything is loaded; its own keys are checked by eval/settings.py."""
     if is_head(cfg) and cfg.cache.signal != "hidden":
         raise UserError(f"cache.signal={cfg.cache.signal}: draft={cfg.draft.kind} learns from cache=hidden; set it so")
     if not is_head(cfg):
         return
-    if foreign := sorted(set(cfg.draft) - {"_target_", *signature(build_eagle).parameters}):
-        raise UserError(f"draft.{foreign[0]}: a head has no such key; leave it out by '~draft.{foreign[0]}'")
     if cfg.draft.kind == "eagle3" and cfg.draft.simulation is None:
         raise UserError("draft.simulation=null: draft=eagle3 is trained by it; set it to {steps: 7, decay: 0.8}")
-    if cfg.draft.kind == "eagle1" and cfg.draft.simulation is not None:
-        raise UserError(
-            f"draft.simulation={dict(cfg.draft.simulation)}: draft=eagle1 is trained without it; "
-            f"set draft.simulation=null"
-        )
     if cfg.draft.kind == "eagle1" and cfg.draft.train_lm_head:
         raise UserError("draft.train_lm_head=true: draft=eagle1 has no head of its own; set it to false")
     if cfg.draft.kind == "eagle3" and cfg.target.tap_ids is None:
@@ -281,13 +273,30 @@ def build_head(cfg: DictConfig, target: Target, rows: dict[str, Rows]) -> tuple[
     return draft, covered
 
 
-def some_taps(target: Target, source: Rows | Path, spec: SignalSpec, num_rows: int = 64) -> Tensor:  # (n, L, D)
-    """Taps of the supervised tokens of the first training rows: what the head's input is like."""
+def some_taps(
+    target: Target,
+    source: Rows | Path,
+    spec: SignalSpec,
+    *,
+    num_rows: int = 64,
+    max_tokens: int = 16_384,
+    batch_tokens: int = 2048,
+) -> Tensor:  # (n, L, D) bf16, on the CPU
+    """Taps of the supervised tokens of the first training rows: what the head's input is like.
+
+    max_tokens: of all these rows; batch_tokens: of those that the target reads at once. One row may be longer.
+    """
     packed = PackedRows(source)
-    batch = packed[Item(np.arange(min(num_rows, len(packed.row_lengths()))))]
-    if "taps" not in batch:
-        batch |= target_columns(target, batch["input_ids"], batch["row_offsets"], spec)
-    return batch["taps"].cpu()[batch["loss_mask"]]
+    lengths = packed.row_lengths()[:num_rows]
+    lengths = lengths[: max(1, np.searchsorted(lengths.cumsum(), max_tokens, side="right"))]
+    in_order = BatchStream(lengths, batch_tokens=max(batch_tokens, int(lengths.max())), seed=0, shuffle=False)
+    taps = []
+    for numbers in in_order.epoch(0):
+        batch = packed[Item(numbers)]
+        if "taps" not in batch:
+            batch |= target_columns(target, batch["input_ids"], batch["row_offsets"], spec)
+        taps.append(batch["taps"].cpu()[batch["loss_mask"]])
+    return torch.cat(taps)
 
 
 def check_lengths(cfg: DictConfig, trainer: TrainerSpec) -> None:
