@@ -23,6 +23,7 @@ from models.drafts import load_draft
 from models.eagle import EagleHead, is_eagle_folder, load_eagle
 from models.errors import UserError
 from models.hub import hub_reachable
+from models.packed_linear import pack_linears
 from models.target import Target, plain_vocabulary
 
 # What the draft was trained on: taken from the run, not from the defaults.
@@ -105,7 +106,7 @@ def is_off_the_shelf(cfg: DictConfig) -> bool:
 def load_for(target: Target, source: str | Path) -> PreTrainedModel | EagleHead:
     """The draft model or head at `source`, on the target's device and in its dtype, as it decodes."""
     draft = load_eagle(source, target) if is_eagle_folder(source) else load_draft(source)
-    return cast_weights(draft, target.dtype).to(target.device).eval()
+    return pack_linears(cast_weights(draft, target.dtype).to(target.device).eval())
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
