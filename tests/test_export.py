@@ -449,6 +449,10 @@ def test_tensorrt_gets_its_yaml(command, without_process):
         (["run=of_gpt2", "to=sglang"], "to=sglang: SGLang serves no eagle3 head for a gpt2 target"),
         (["run=one", "to=trtllm"], "to=trtllm: TensorRT-LLM knows EAGLE-3 heads only"),
         (["run=head", "to=hf"], "to=hf: transformers has no class for eagle3 heads"),
+        (
+            ["run=head", "to=vllm", "target.tap_ids=[1,3,5]"],
+            "the target was loaded with [1, 3, 5]; set target.tap_ids=",
+        ),
         (["run=head", "to=speculators"], "export.target_path: not given; a speculators folder names its target"),
         (["run=draft", "to=speculators"], "to=speculators: a draft model is an ordinary folder"),
         (["run=draft", "to=trtllm"], "to=trtllm: TensorRT-LLM's PyTorch backend has no gpt2 model, which the draft is"),

@@ -8,9 +8,11 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import PreTrainedModel
@@ -33,28 +35,30 @@ TOLERANCE = 1e-5  # of reloaded logits, in fp32
 NO_PATH = "TARGET"  # stands in the command for a target that no engine could find
 
 
-def export_run(cfg: DictConfig) -> Path:
+def export_run(cfg: DictConfig, overrides: Sequence[str] = ()) -> Path:
     """Export the run `cfg.run` (by default the newest) to the engine `cfg.to`; returns the folder.
 
-    A folder appears under its name only when it passed every check. Raises UserError naming the key and the fix.
+    Target and data are the run's own, but for what `overrides` (the command line) set of them. A folder appears under
+    its name only when it passed every check. Raises UserError naming the key and the fix.
     """
     if cfg.to is None:
         raise UserError(f"to: not given; use one of {', '.join(ENGINES)}, for example to=vllm")
     run = load_run(find_run(cfg.run, cfg.checkpoint_root))
     out = Path(cfg.out or f"exports/{run.name}-{cfg.to}")
     check_out(out, overwrite=cfg.overwrite)
-    target: Target = instantiate(run_config(cfg, run.folder, []).target)
+    source_config = run_config(cfg, run.folder, overrides).target
+    target: Target = instantiate(source_config)
     draft = load_trained(run, target, cfg.export.dtype)
     kind, draft_config = kind_of(draft), None if isinstance(draft, EagleHead) else draft.config
     any_family = cfg.export.any_family
     if reason := servable(target.config, kind, cfg.to, draft_config=draft_config, any_family=any_family):
         raise UserError(f"to={cfg.to}: {reason}")
-    target_path = cfg.export.target_path or served_path(run.config.target.source, target)
+    target_path = cfg.export.target_path or served_path(source_config.source, target)
     if cfg.to == "speculators" and target_path == NO_PATH:
         raise UserError(
             "export.target_path: not given; a speculators folder names its target, and this one comes from nowhere"
         )
-    card = make_card(cfg, run, target, draft, out=out, target_path=target_path)
+    card = make_card(cfg, run, target, draft, source=source_config.source, target_path=target_path, out=out)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -125,7 +129,7 @@ def served_path(source: str, target: Target) -> str:
 
 @entry("export")
 def main(cfg: DictConfig) -> None:
-    export_run(cfg)
+    export_run(cfg, HydraConfig.get().overrides.task)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ def make_card(
     target: Target,
     draft: EagleHead | PreTrainedModel,
     *,
-    out: Path,
+    source: str,
     target_path: str,
+    out: Path,
 ) -> Card:
-    """The card of `run`, exported to `cfg.to` in the folder `out`."""
-    kind, source = kind_of(draft), run.config.target.source
+    """The card of `run`, exported to `cfg.to` in the folder `out`. source: of the target, as its config names it."""
+    kind = kind_of(draft)
     limit = position_limit(draft, target)
     metrics, measured = run_metrics(Path(cfg.output_root) / run.name / "results.json", run)
     return Card(
