@@ -6,17 +6,16 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from eval.drafters import Clock, DraftModelChain
-from eval.loop import decode, speculative_decode
-from eval.reference import joint_probs, reference_probs
+from eval.loop import speculative_decode
 from eval.tree import Tree, TreeShape
 from models.errors import UserError
 from models.sampling import SamplingParams
 from models.target import Target
 from models.tiny import byte_tokenizer, random_model
+from tests.exact_loop import VOCAB, exact_probs, loop_counts, second_order_pair
 from tests.test_verification import chi_square_p_value
 
 
@@ -123,31 +122,6 @@ def test_order_of_prompts_changes_nothing(target, draft):
 # --- exactness through the loop --------------------------------------------------------------------------------------
 
 
-class SecondOrder(nn.Module):
-    """A causal LM whose logits depend on the last two tokens; the one before last it reads from its cache."""
-
-    def __init__(self, table):  # (V, V, V)
-        super().__init__()
-        self.table = table
-        self.config = GPT2Config(n_layer=1, n_positions=64)
-        self.embedding = nn.Embedding(*table.shape[1:])
-        self.device = torch.device("cpu")
-
-    def get_input_embeddings(self):
-        return self.embedding
-
-    get_output_embeddings = get_input_embeddings
-
-    def forward(self, input_ids, *, cache, position_ids, attention_mask, use_cache, logits_to_keep):
-        ids = input_ids[:, None, :, None]  # (1, 1, T, 1)
-        seen = cache.update(ids, ids, 0)[0][0, 0, :, 0]  # (S,)
-        num_new = input_ids.shape[1]
-        before = seen[-num_new - 1 : -1] if len(seen) > num_new else torch.cat((seen[:1], seen[:-1]))
-        return type("Output", (), {"logits": self.table[before, input_ids[0]][None, -logits_to_keep:]})
-
-
-VOCAB = 4
-PROMPT = [1, 2]
 LOOP_CASES = [
     ({"temperature": 0.7}, "probabilistic"),
     ({"temperature": 1.0, "top_k": 3}, "probabilistic"),
@@ -156,41 +130,14 @@ LOOP_CASES = [
 ]
 
 
-def _second_order_pair():
-    generator = torch.Generator().manual_seed(4)
-    target = torch.randn(VOCAB, VOCAB, VOCAB, generator=generator) * 1.2
-    draft = 0.6 * target + 0.8 * torch.randn(target.shape, generator=generator)
-    return SecondOrder(target), SecondOrder(draft)
-
-
-def _loop_counts(target, drafter, params, num_draws):
-    """Counts of the two tokens behind the prompt's first one: they come out of rounds, with K = 2."""
-    counts = np.zeros((VOCAB,) * 3)
-    prompt, generator = torch.tensor(PROMPT), torch.Generator().manual_seed(0)
-    for _ in range(num_draws):
-        result = decode(
-            target, drafter, prompt, params=params, vocab_size=VOCAB, shape=TreeShape.chain(2), max_new_tokens=3,
-            eos_token_ids=frozenset(), generator=generator,
-        )  # fmt: skip
-        counts[tuple(result.token_ids)] += 1
-    return counts.reshape(-1)
-
-
-def _exact(target, filters):
-    def probs(prefix):
-        before, last = (*PROMPT, *prefix)[-2:]
-        return reference_probs(target.table[before, last].numpy(), **filters)
-
-    return joint_probs(probs, 3, VOCAB).reshape(-1)
-
-
 @pytest.mark.parametrize(("filters", "draft_sampling"), LOOP_CASES)
 def test_the_loop_is_exact(filters, draft_sampling):
-    target, draft = _second_order_pair()
+    target, draft = second_order_pair()
     params = SamplingParams(**filters)
     drafter = DraftModelChain(draft, vocab_size=VOCAB, params=params, draft_sampling=draft_sampling)
-    counts = _loop_counts(target, drafter, params, num_draws=20_000 if filters["temperature"] == 0.7 else 8_000)
-    assert chi_square_p_value(counts, _exact(target, filters)) > 0.01 / len(LOOP_CASES)
+    num_draws = 20_000 if filters["temperature"] == 0.7 else 8_000
+    counts = loop_counts(target, drafter, TreeShape.chain(2), params, num_draws, num_tokens=3)
+    assert chi_square_p_value(counts, exact_probs(target, filters, num_tokens=3)) > 0.01 / len(LOOP_CASES)
 
 
 def test_the_loop_with_a_wrong_declared_proposal_is_not():
@@ -203,10 +150,11 @@ def test_the_loop_with_a_wrong_declared_proposal_is_not():
             before = torch.stack((sequence[-1], tokens[0]))
             return Tree.chain(tokens, self.model.table[torch.stack((sequence[-2], sequence[-1])), before].softmax(-1))
 
-    target, draft = _second_order_pair()
+    target, draft = second_order_pair()
     params = SamplingParams(1.0)
-    counts = _loop_counts(target, Wrong(draft, vocab_size=VOCAB, params=params), params, num_draws=2_000)
-    assert chi_square_p_value(counts, _exact(target, {"temperature": 1.0})) < 1e-6
+    drafter = Wrong(draft, vocab_size=VOCAB, params=params)
+    counts = loop_counts(target, drafter, TreeShape.chain(2), params, 2_000, num_tokens=3)
+    assert chi_square_p_value(counts, exact_probs(target, {"temperature": 1.0}, num_tokens=3)) < 1e-6
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import eval.drafters
 import eval.loop
 from eval.drafters import Clock, DraftModelTree, NoDraft, make_drafter
-from eval.loop import decode, speculative_decode
+from eval.loop import speculative_decode
 from eval.reference import joint_probs, reference_probs
 from eval.tree import Tree, TreeShape, grow, tree_mask
 from models.eagle import build_eagle
@@ -21,6 +21,7 @@ from models.errors import UserError
 from models.sampling import SamplingParams, filtered_probs
 from models.target import Target, load_target
 from models.tiny import byte_tokenizer
+from tests.exact_loop import PROMPT, VOCAB, exact_probs, loop_counts, second_order_pair
 from tests.test_loop import chat_prompts, first_blocks, gpt2, prompts
 from tests.test_tree import make_tree
 from tests.test_verification import chi_square_p_value
@@ -279,67 +280,7 @@ def test_hooks_live_as_long_as_the_text(target):
 # --- exactness through the loop --------------------------------------------------------------------------------------
 
 
-class SecondOrder(nn.Module):
-    """A causal LM whose logits depend on the last two tokens. The one before last it takes from its cache: the last
-    token written one position earlier, of those that the mask shows."""
-
-    def __init__(self, table):  # (V, V, V)
-        super().__init__()
-        self.table = table
-        self.config = GPT2Config(n_layer=1, n_positions=64)
-        self.config._attn_implementation = "sdpa"
-        self.embedding = nn.Embedding(*table.shape[1:])
-        self.device = CPU
-
-    def get_input_embeddings(self):
-        return self.embedding
-
-    get_output_embeddings = get_input_embeddings
-
-    def forward(self, input_ids, *, cache, position_ids, attention_mask, use_cache, logits_to_keep):
-        ids, positions = (x[:, None, :, None] for x in (input_ids, position_ids))  # (1, 1, T, 1)
-        seen_ids, seen_at = (x[0, 0, :, 0] for x in cache.update(ids, positions, 0))  # (S,)
-        is_before = seen_at == position_ids[0, :, None] - 1  # (T, S)
-        if attention_mask is not None:
-            is_before = is_before & attention_mask[0, 0]
-        last = (is_before * torch.arange(1, len(seen_ids) + 1)).argmax(-1)  # (T,)
-        before = torch.where(is_before.any(-1), seen_ids[last], input_ids[0])
-        return type("Output", (), {"logits": self.table[before, input_ids[0]][None, -logits_to_keep:]})
-
-
-VOCAB = 4
-PROMPT = [1, 2]
-
-
-def _second_order_pair():
-    generator = torch.Generator().manual_seed(4)
-    target = torch.randn(VOCAB, VOCAB, VOCAB, generator=generator) * 1.2
-    draft = 0.6 * target + 0.8 * torch.randn(target.shape, generator=generator)
-    return SecondOrder(target), SecondOrder(draft)
-
-
-def _loop_counts(target, drafter, shape, params, num_draws, *, num_tokens=4, vocab_size=VOCAB):
-    """Counts of the tokens behind the prompt. All but the first come out of rounds; with two levels the fourth is the
-    first that can come from the target's distribution behind a node of the second."""
-    counts = np.zeros((vocab_size,) * num_tokens)
-    prompt, generator = torch.tensor(PROMPT), torch.Generator().manual_seed(0)
-    for _ in range(num_draws):
-        result = decode(
-            target, drafter, prompt, params=params, vocab_size=vocab_size, shape=shape,
-            max_new_tokens=num_tokens, eos_token_ids=frozenset(), generator=generator,
-        )  # fmt: skip
-        counts[tuple(result.token_ids)] += 1
-    return counts.reshape(-1)
-
-
-def _exact(target, filters):
-    def probs(prefix):
-        before, last = (*PROMPT, *prefix)[-2:]
-        return reference_probs(target.table[before, last].numpy(), **filters)
-
-    return joint_probs(probs, 4, VOCAB).reshape(-1)
-
-
+NUM_TOKENS = 4  # with two levels the fourth is the first that can come from the target behind a node of the second
 LOOP_CASES = [
     ("static_2x2", {"temperature": 0.7}, 8_000),
     ("dynamic_d2_k2_n4", {"temperature": 1.0}, 4_000),
@@ -349,11 +290,11 @@ LOOP_CASES = [
 
 @pytest.mark.parametrize(("name", "filters", "num_draws"), LOOP_CASES)
 def test_the_loop_with_trees_is_exact(name, filters, num_draws):
-    target, draft = _second_order_pair()
+    target, draft = second_order_pair()
     shape, params = TreeShape.parse(name), SamplingParams(**filters)
     drafter = DraftModelTree(draft, shape, vocab_size=VOCAB, params=params)
-    counts = _loop_counts(target, drafter, shape, params, num_draws)
-    assert chi_square_p_value(counts, _exact(target, filters)) > 0.01 / len(LOOP_CASES)
+    counts = loop_counts(target, drafter, shape, params, num_draws, num_tokens=NUM_TOKENS)
+    assert chi_square_p_value(counts, exact_probs(target, filters, num_tokens=NUM_TOKENS)) > 0.01 / len(LOOP_CASES)
 
 
 def test_the_loop_with_a_visible_sibling_or_a_wrong_proposal_is_not(monkeypatch):
@@ -366,11 +307,12 @@ def test_the_loop_with_a_visible_sibling_or_a_wrong_proposal_is_not(monkeypatch)
             before = [sequence[-2] if p < 0 else sequence[-1] for p in tree.parents]  # depth 2 at most
             return tree._replace(probs=self.model.table[torch.stack(before), torch.stack(paths_before)].softmax(-1))
 
-    target, draft = _second_order_pair()
+    target, draft = second_order_pair()
     shape, params = TreeShape.parse("static_2x2"), SamplingParams(1.0)
-    exact = _exact(target, {"temperature": 1.0})
+    exact = exact_probs(target, {"temperature": 1.0}, num_tokens=NUM_TOKENS)
     drafter = Wrong(draft, shape, vocab_size=VOCAB, params=params)
-    assert chi_square_p_value(_loop_counts(target, drafter, shape, params, 1_500), exact) < 1e-6
+    counts = loop_counts(target, drafter, shape, params, 1_500, num_tokens=NUM_TOKENS)
+    assert chi_square_p_value(counts, exact) < 1e-6
 
     def wrong_mask(tree):
         mask = tree_mask(tree).clone()
@@ -379,7 +321,8 @@ def test_the_loop_with_a_visible_sibling_or_a_wrong_proposal_is_not(monkeypatch)
 
     monkeypatch.setattr(eval.loop, "tree_mask", wrong_mask)
     drafter = DraftModelTree(draft, shape, vocab_size=VOCAB, params=params)
-    assert chi_square_p_value(_loop_counts(target, drafter, shape, params, 1_500), exact) < 1e-6
+    counts = loop_counts(target, drafter, shape, params, 1_500, num_tokens=NUM_TOKENS)
+    assert chi_square_p_value(counts, exact) < 1e-6
 
 
 def _five_ids():
@@ -413,7 +356,7 @@ def test_the_loop_with_a_head_is_exact(name, filters, draft_sampling):
     target, head = _five_ids()
     shape, params = TreeShape.parse(name), SamplingParams(**filters)
     drafter = make_drafter(head, shape, vocab_size=5, params=params, draft_sampling=draft_sampling)
-    counts = _loop_counts(target, drafter, shape, params, 1_500, num_tokens=3, vocab_size=5)
+    counts = loop_counts(target, drafter, shape, params, 1_500, num_tokens=3, vocab_size=5)
     pairs = list(itertools.product(range(5), repeat=2))
     logits = target.model(torch.tensor([[*PROMPT, *pair] for pair in pairs])).logits[:, 1:].numpy()  # (25, 3, V)
     row = {pair[:n]: logits[i, n] for i, pair in enumerate(pairs) for n in range(3)}
