@@ -1,11 +1,13 @@
 """Measures by hand, prompts, near ties, the text view, and the entry point's files."""
 
+import copy
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+import torch
 
 import eval.decode
 from eval.decode import check_decode, decode_pair, first_difference, method_name, methods_at, prompt_seed
@@ -160,6 +162,22 @@ def test_a_difference_that_is_no_near_tie_is_a_failure(tiny_target):
     wrong = [*plain[:5], (plain[5] + 1) % 256, *plain[6:]]
     difference = first_difference(tiny_target, prompt, plain, wrong)
     assert difference.index == 5 and difference.is_failure and difference.prompt == "s/7"
+
+
+def test_texts_may_part_between_any_tokens_that_tie_for_the_best(tiny_target):
+    """Three tokens tied: the one that either text took need not be among the two that topk happens to name."""
+    prompt = Prompt("s", "7", "", tuple(range(40, 60)))
+    with torch.no_grad():
+        logits = tiny_target.logits(tiny_target.states(torch.tensor([prompt.token_ids])).final_hidden[0, -1])
+    best, *others = logits.topk(4).indices.tolist()
+    target = copy.deepcopy(tiny_target)
+    with torch.no_grad():
+        weight = target.model.get_output_embeddings().weight
+        weight[others[:2]] = weight[best].clone()
+    for token in others[:2]:
+        tie = first_difference(target, prompt, [best], [token])
+        assert tie.gap == pytest.approx(0, abs=1e-5) and not tie.is_failure
+        assert first_difference(target, prompt, [token], [others[2]]).is_failure
 
 
 def test_accepted_tokens_are_marked():

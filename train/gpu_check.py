@@ -51,7 +51,7 @@ from train.measure import (
 from train.measure_step import draft_step_vs_plain
 
 DEADLINE_S = 400.0
-MAX_TIE_GAP = 0.5  # between the top two bf16 logits: four steps of their grid at 16 to 32
+MAX_TIE_GAP = 0.5  # below the best bf16 logit: four steps of their grid at 16 to 32
 FILTERS = {
     "T0.7": {"temperature": 0.7},
     "T1.5": {"temperature": 1.5},
@@ -102,7 +102,7 @@ def check_greedy(target: Target, draft: nn.Module, *, num_prompts: int = 8, num_
     """Greedy speculative output against plain output, with an untrained draft and with the target as its own draft.
 
     fp32: equal, and the target accepts itself always. bf16: the first difference of a prompt must be a near tie: both
-    tokens among the target's top two, at most MAX_TIE_GAP apart.
+    tokens at most MAX_TIE_GAP below the target's best.
     """
     prompts = random_rows(target.vocab_size, num_rows=num_prompts, length=48, seed=2)
     dtype = str(target.dtype).removeprefix("torch.")
@@ -127,19 +127,17 @@ def check_greedy(target: Target, draft: nn.Module, *, num_prompts: int = 8, num_
     if target.dtype == torch.float32 and (num_different or accepted < judged):
         raise CheckFailed(f"fp32: {num_different} outputs differ, {accepted}/{judged} own tokens accepted", metrics)
     if not max(gaps, default=0.0) <= MAX_TIE_GAP:
-        raise CheckFailed(f"{dtype}: an output differs where the top two logits are {max(gaps):.3g} apart", metrics)
+        raise CheckFailed(f"{dtype}: an output differs by a token {max(gaps):.3g} below the best one", metrics)
     return metrics
 
 
 @torch.no_grad()
 def _gap(target: Target, prompt: torch.Tensor, plain: list[int], other: list[int]) -> float:
-    """Gap of the top two logits at the first difference; infinite when a token is not among them."""
+    """How far the worse of the two tokens at the first difference is below the target's best."""
     at = next(i for i, (ours, theirs) in enumerate(zip(plain, other)) if ours != theirs)
     prefix = torch.cat([prompt, torch.tensor(plain[:at], dtype=torch.long)])[None].to(target.device)  # (1, T)
-    top = target.logits(target.states(prefix).final_hidden[0, -1]).float().topk(2)
-    return (
-        (top.values[0] - top.values[1]).item() if {plain[at], other[at]} <= set(top.indices.tolist()) else float("inf")
-    )
+    logits = target.logits(target.states(prefix).final_hidden[0, -1]).float()  # (V,)
+    return (logits.max() - logits[[plain[at], other[at]]].min()).item()
 
 
 def check_alpha(target: Target, draft: nn.Module, *, num_rows: int = 4, length: int = 128) -> dict[str, Metric]:
