@@ -1,7 +1,7 @@
 """Attention of decoding steps: few queries, keys and values shared by groups of query heads.
 
-A single query a head on a CPU: the heads of a group become the rows of one product, which reads their keys once; torch's
-kernel otherwise walks over them for every head. Several queries: the kernel takes grouped heads as they are, where
+A single query a head: the heads of a group become the rows of one product, which reads their keys once; torch's kernel
+otherwise walks over them for every head. Several queries: on a CPU the kernel takes grouped heads as they are, where
 transformers would repeat keys and values in memory at every step.
 """
 

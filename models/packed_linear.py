@@ -72,8 +72,8 @@ PACKED_CLASS = {nn.Linear: PackedLinear, Conv1D: PackedConv1D}
 def pack_linears(model: nn.Module) -> nn.Module:
     """Let the model's linear layers, in place, decode from packed weights on a CPU. Returns the model.
 
-    Each packs itself in its first forward. Nothing happens on other devices, in dtypes or builds without the kernels, or
-    for a model whose weights take more than `LARGEST_BYTES`.
+    Each packs itself in its first forward. Nothing happens on other devices, in dtypes or builds without the kernels,
+    or for a model whose weights take more than `LARGEST_BYTES`.
     """
     parameters = list(model.parameters())
     if not all(p.device.type == "cpu" for p in parameters) or sum(p.nbytes for p in parameters) > LARGEST_BYTES:
@@ -83,6 +83,16 @@ def pack_linears(model: nn.Module) -> nn.Module:
         if packed_class is not None and can_pack(module.weight.dtype):
             module.__class__ = packed_class
             module.packed = Packed()
+    return model
+
+
+def unpack_linears(model: nn.Module) -> nn.Module:
+    """The reverse of `pack_linears`, in place."""
+    for module in model.modules():
+        for plain_class, packed_class in PACKED_CLASS.items():
+            if type(module) is packed_class:
+                module.__class__ = plain_class
+                del module.packed
     return model
 
 

@@ -25,6 +25,7 @@ from train.measure import (
     loop_overhead,
     median_ratio,
     peak_resident_gb,
+    plain_vs_generate,
     random_rows,
 )
 from train.measure_eagle import (
@@ -92,6 +93,8 @@ def test_cache_and_loop_measurements(tiny_target, tiny_draft, tmp_path):
     metrics = loop_overhead(tiny_target, tiny_draft, num_prompts=1, max_new_tokens=6, prompt_tokens=8)
     assert {"loop_overhead/greedy", "loop_overhead/T1", "loop_overhead/T1_top_p"} <= metrics.keys()
     assert all(0 < metric.value < 1 for metric in metrics.values())
+    metrics = plain_vs_generate(tiny_target, num_prompts=2, max_new_tokens=6, prompt_tokens=8)
+    assert metrics["plain_vs_generate"].value > 0 and metrics["plain_tokens_per_s"].n == 2
 
 
 def test_fused_loss_equals_the_plain_one_and_its_peak_is_small():

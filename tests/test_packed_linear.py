@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from models import packed_linear
-from models.packed_linear import PackedConv1D, PackedLinear, can_pack, pack_linears
+from models.packed_linear import PackedConv1D, PackedLinear, can_pack, pack_linears, unpack_linears
 from models.tiny import random_model
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -43,6 +43,8 @@ def test_product_is_the_plain_one(kind, dtype, shape):
     assert list(packed.state_dict()) == list(plain.state_dict())
     transposed = torch.randn(48, 5, dtype=dtype).t()
     assert_same(packed(transposed), plain(transposed.contiguous()))
+    unpacked = unpack_linears(packed)
+    assert type(unpacked) is kind and vars(unpacked).keys() == vars(plain).keys()
 
 
 @needs_kernels

@@ -2,11 +2,12 @@
 
 1. cache_vs_forward: writing a cache against the bare target forward
 2. loop_overhead: the decode loop outside its forwards
-3. draft_step_vs_plain: the draft's training step against a plain transformers + torch loop, fp32 and bf16
-4. chunked_loss_peak_gb: memory of the fused loss, and its difference to the plain one
-5. eagle3_step_vs_speculators: the EAGLE-3 training step against that library's, where `make setup-peer` installed it,
+3. plain_vs_generate: our plain decoding, the base of every speed-up, against transformers' `generate`
+4. draft_step_vs_plain: the draft's training step against a plain transformers + torch loop, fp32 and bf16
+5. chunked_loss_peak_gb: memory of the fused loss, and its difference to the plain one
+6. eagle3_step_vs_speculators: the EAGLE-3 training step against that library's, where `make setup-peer` installed it,
    and eagle3_step_matmul_share: how much of ours is matrix products it cannot do without (both on the CPU)
-6. resident_gb: largest memory of the quickstart run, copied from its results when there are any
+7. resident_gb: largest memory of the quickstart run, copied from its results when there are any
 Run it on a quiet machine: another job at the same time makes both sides several times slower, not equally.
 """
 
@@ -24,7 +25,7 @@ from eval.results import Metric, make_header, merge_results, read_results
 from eval.run import draft_fingerprint
 from models.drafts import gpt2_draft
 from models.target import Target
-from train.measure import cache_vs_forward, chunked_loss_peak, loop_overhead
+from train.measure import cache_vs_forward, chunked_loss_peak, loop_overhead, plain_vs_generate
 from train.measure_eagle import PEER_PYTHON, PeerError, StepCase, chat_case, eagle_step, peer_versions, supervised_case
 from train.measure_step import draft_step_vs_plain
 from train.step_flops import HeadShape
@@ -33,6 +34,7 @@ GOALS = {  # what `make bench` is expected to show
     "cache_vs_forward": (">=", 0.85),
     "loop_overhead/greedy": ("<=", 0.10),
     "loop_overhead/T1": ("<=", 0.10),
+    "plain_vs_generate": (">=", 1.0),
     "draft_step_vs_plain/fp32": (">=", 1.0),
     "draft_step_vs_plain/bf16": (">=", 1.0),
     "chunked_loss_peak_gb": ("<=", 0.5),
@@ -70,6 +72,7 @@ def run_bench(
             ),
         ),
         ("decode loop", lambda: loop_overhead(target, draft, max_new_tokens=8 if quick else 48)),
+        ("plain decoding", lambda: plain_vs_generate(target, max_new_tokens=8 if quick else 48)),
         *(
             (f"training step, {precision}", lambda p=precision: _step(p, target.device, steps))
             for precision in ("fp32", "bf16")

@@ -4,6 +4,7 @@ Every ratio comes from one process: the two sides run in turn, several times, an
 depend on what the tokens say, so rows and prompts are random ids and drafts are untrained.
 """
 
+import copy
 import gc
 import json
 import multiprocessing
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from data.signals import SignalSpec
 from eval.loop import speculative_decode
 from eval.results import Metric
 from eval.stats import ratio_ci
+from models.packed_linear import unpack_linears
 from models.target import Target
 from train.cache import CacheStats, build_cache
 from train.losses import HiddenSignal, LossSpec, distill_loss
@@ -166,6 +169,39 @@ def loop_overhead(
         key = f"loop_overhead/{setting}" if kind == "chain" else f"plain_loop_overhead/{setting}"
         metrics[key] = Metric.of(ratio_ci(outside, whole), num_prompts)
     return metrics
+
+
+def plain_vs_generate(
+    target: Target, *, num_prompts: int = 4, prompt_tokens: int = 64, max_new_tokens: int = 48
+) -> dict[str, Metric]:
+    """Our plain greedy decoding, the base of every speed-up, against transformers' `generate` on the same weights.
+
+    Whole calls, prefill included; the interval is over prompts.
+    """
+    theirs = unpack_linears(copy.deepcopy(target.model))
+    seconds: dict[str, list[float]] = {"ours": [], "generate": []}
+    prompts = random_rows(target.vocab_size, num_rows=num_prompts, length=prompt_tokens, seed=2)
+    for prompt in range(num_prompts):
+        ids = torch.from_numpy(prompts.row(prompt)[0].astype(np.int64)).to(target.device)
+        sides = {
+            "ours": partial(speculative_decode, target, None, ids, max_new_tokens=max_new_tokens, eos_token_ids=()),
+            "generate": partial(
+                theirs.generate,
+                ids[None],
+                attention_mask=torch.ones_like(ids)[None],
+                do_sample=False,
+                min_new_tokens=max_new_tokens,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=0,
+            ),
+        }
+        times = interleaved_times(sides, repeats=1, device=target.device, warm_up=0 if prompt else 1)
+        for name, measured in times.items():
+            seconds[name] += measured
+    return {
+        "plain_vs_generate": median_ratio(seconds["generate"], seconds["ours"]),
+        "plain_tokens_per_s": median_rate(max_new_tokens, seconds["ours"]),
+    }
 
 
 # Memory of the fused loss: a process of its own, so that nothing freed earlier hides its peak.
