@@ -51,15 +51,17 @@ def test_the_readme_has_its_commands():
 
 
 def test_the_table_of_steps_runs_in_order(checkout):
-    """cache, verify, train, alpha, decode on the smoke experiment, each as printed."""
+    """cache, verify, train, alpha, decode, export on the smoke experiment, each as printed."""
     steps = re.findall(r"^\| [^|]+ \| `(make [^`]+)`", README, flags=re.M)
     steps = [step for step in steps if step != "make bench"]
-    assert [step.split()[1] for step in steps] == ["cache", "verify-cache", "train", "eval-alpha", "eval-decode"]
+    order = ["cache", "verify-cache", "train", "eval-alpha", "eval-decode", "export"]
+    assert [step.split()[1] for step in steps] == order
     for step in steps:
         result = run(step, checkout)
         assert result.returncode == 0, f"{step}\n{result.stdout}\n{result.stderr}"
     assert (checkout / "checkpoints" / "smoke" / "model.safetensors").is_file()
     assert (checkout / "outputs" / "smoke" / "results.json").is_file()
+    assert "tau/all/T0" in (checkout / "exports" / "smoke-vllm" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("command", [c for c in bash_commands() if c.startswith("python -m ")])
