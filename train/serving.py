@@ -172,7 +172,7 @@ def openai_server(
     """Address of a server that answers. It ends with the block."""
     port = _free_port()
     options = {"model": model, "dtype": DTYPES[dtype], "host": "127.0.0.1", "port": port, "max-num-seqs": 1}
-    options |= {"max-model-len": max_model_len, "served-model-name": "target"}
+    options |= {"max-model-len": max_model_len, "served-model-name": "target", "generation-config": "vllm"}
     arguments = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     arguments += ["--enforce-eager", "--no-enable-prefix-caching"]
     if draft:
