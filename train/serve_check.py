@@ -13,6 +13,7 @@ Something unequal beyond these rules is named, and the exit code is 1.
 
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -328,6 +329,7 @@ def write_run_results(
 @entry("serve_check")
 def main(cfg: DictConfig) -> None:
     overrides = HydraConfig.get().overrides.task
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines end with this process
     is_pair = bool(cfg.run) or any(override.startswith("draft") for override in overrides)
     check_installed()
     failures, _ = check_run(cfg, overrides) if is_pair else check_over_fitted(cfg, overrides)

@@ -36,7 +36,7 @@ SHARED = [
 ]  # fmt: skip
 KINDS = {  # overrides of train.distill
     "eagle3": ["draft=eagle3", "draft.simulation.steps=3", "optim=muon", "trainer.max_steps=120"],
-    "eagle1": ["draft=eagle1", "optim=muon", "trainer.max_steps=240"],
+    "eagle1": ["draft=eagle1", "optim=muon", "trainer.max_steps=150"],
     "gpt2": ["draft=gpt2_30m", "draft.n_layer=2", "trainer.max_steps=120"],
 }
 
