@@ -94,6 +94,7 @@ def check_over_fitted(
             draft_len=DRAFT_LEN,
             draft_gap=lambda prompt, draft=draft: narrowest_draft_gap(target, draft, prompt, **options),
         )
+        print(f"serve-check: {kind}: ours {judged[kind].ours}, vLLM {judged[kind].served}: {judged[kind].verdict}")
     failures = [line for each in judged.values() for line in each.failures]
     rows = [(kind, str(each.ours), str(each.served), each.verdict) for kind, each in judged.items()]
     if "eagle3" in kinds:
