@@ -28,7 +28,7 @@ from train.cache import rows_of
 from train.distill import distill, some_taps
 
 SETS = ("mt_bench", "gsm8k", "humaneval")
-NUM_CANDIDATES, NUM_ANSWERS, MAX_NEW_TOKENS = 5, 4, 64  # candidates of each set; answers in all
+NUM_CANDIDATES, NUM_ANSWERS, MAX_NEW_TOKENS = 8, 4, 48  # candidates of each set; answers in all
 DRAFT_VOCAB_SIZE = 8192
 SHARED = [
     "data.held_out_fraction=0.0", "data.max_length=1024", "trainer.max_epochs=100000", "trainer.batch_tokens=1024",
