@@ -23,6 +23,8 @@ from models.tiny import byte_tokenizer, random_model
 from train.serve_check import check_over_fitted, check_run
 from train.serving import Counts, Draft, Served
 
+pytestmark = pytest.mark.long  # trains and exports drafts: minutes
+
 NUM_PRINTABLE = 94  # the byte tokenizer's first ids: ASCII without the space
 
 
