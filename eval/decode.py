@@ -4,7 +4,7 @@
 2. per prompt and temperature: plain decoding and every method in turn (the order alternates), after a warm-up
 3. at temperature 0 texts are compared with the plain one; in bf16 near ties may differ, all else is a failure, and said
 4. figures with intervals -> results.json, acceptance_by_depth.png; counts per prompt -> decode.json; marked texts ->
-   generations.txt and generations.html
+   generations.txt and generations.html; all of it on one page -> report.html
 """
 
 import json
@@ -23,16 +23,17 @@ from transformers import PreTrainedModel
 
 from data.progress import ProgressBar
 from eval.entry import entry
+from eval.html_report import write_report
 from eval.html_view import ROUNDS_DRAWN, html_view, shown_prompts
 from eval.loop import DecodeResult, check_vocabulary, speculative_decode
 from eval.measures import Method, Trial, accepted_histogram, decode_metrics
-from eval.plots import plot_acceptance_by_depth
 from eval.prompts import Prompt, load_prompts, prompts_fingerprint
 from eval.report import DECODE_COLUMNS, decode_row, print_table
-from eval.results import Metric, make_header, merge_results, read_results, write_atomic
+from eval.results import Metric, make_header, merge_results, write_atomic
 from eval.run import Pair, load_pair
 from eval.text_view import text_view
 from eval.tree import TreeShape
+from eval.wandb_media import log_to_wandb
 from models.errors import UserError
 from models.sampling import SamplingParams
 from models.target import Target
@@ -234,10 +235,8 @@ def decode_pair(
     view = text_view(target.tokenizer, prompts, trials)
     write_atomic(folder / "generations.txt", view.full)
     write_atomic(folder / "generations.html", html_view(target.tokenizer, prompts, trials, title=title))
-    written = ["results.json", "decode.json", "generations.txt", "generations.html"]
-    merged = read_results(folder / "results.json")["metrics"]  # those of earlier calls too
-    if any(key.startswith("alpha_at_depth/") for key in merged):
-        written.append(plot_acceptance_by_depth(merged, folder / "acceptance_by_depth.png", title=title).name)
+    written = [folder / name for name in ("results.json", "decode.json", "generations.txt", "generations.html")]
+    written += write_report(folder, run_folder=pair.run and pair.run.owner)  # with the figures of earlier calls
     print(view.short)
     print_decode_table(title, metrics)
     if not options["plain"]:
@@ -248,8 +247,8 @@ def decode_pair(
     fallback = sum(trial.ours.fallback_steps for of_method in trials.values() for trial in of_method)
     if fallback:
         print(f"decode: {fallback} plain steps where the draft's or the target's positions ran out (not in alpha)")
-    for name in written:
-        print(folder / name)
+    for path in written:
+        print(path)
     return metrics
 
 
@@ -352,6 +351,7 @@ def main(cfg: DictConfig) -> None:
     check_decode(decode)
     pair = load_pair(cfg, HydraConfig.get().overrides.task)
     decode_pair(pair, decode, output_root=cfg.output_root, overwrite=cfg.overwrite)
+    log_to_wandb(cfg.logger, Path(cfg.output_root) / pair.name, run_folder=pair.run and pair.run.owner)
 
 
 if __name__ == "__main__":

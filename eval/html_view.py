@@ -16,6 +16,7 @@ from eval.loop import DecodeResult, TreeRecord
 from eval.measures import Method, Trial
 from eval.prompts import Prompt
 from eval.text_view import acceptance, token_pieces
+from models.errors import UserError
 
 PROMPTS_SHOWN = 2  # of each set
 ROUNDS_DRAWN = 3  # of each text
@@ -53,8 +54,21 @@ def html_view(
             body.append(_generation(tokenizer, method, of_method[i], is_open=number == 0))
         body.append("</article>")
     return _PAGE.format(
-        title=_text(title), style=_style(deepest), legend=_legend(deepest), body="\n".join(body), rounds=ROUNDS_DRAWN
+        title=_text(title),
+        style=page_style(deepest),
+        legend=_legend(deepest),
+        body="\n".join(body),
+        rounds=ROUNDS_DRAWN,
     )
+
+
+def page_parts(page: str) -> tuple[str, str]:
+    """Style and content of a page that `html_view` made, for a larger page that holds it. UserError when it is none."""
+    style = page.partition("<style>")[2].partition("</style>")[0]
+    content = page.partition("</h1>")[2].rpartition("</body>")[0]
+    if not (style and content):
+        raise UserError("generations.html: no page of generations; move it away, or run eval.decode again")
+    return style, content.strip()
 
 
 def token_spans(tokenizer: PreTrainedTokenizerBase, result: DecodeResult) -> str:
@@ -233,8 +247,8 @@ def _legend(deepest: int) -> str:
     return f'<span class="t d0">the target’s own</span> drafted and accepted at {" ".join(swatches)}'
 
 
-def _style(deepest: int) -> str:
-    """Colours of the depths: one scale from pale to strong, on a light and on a dark page."""
+def page_style(deepest: int) -> str:
+    """The page's style; the colours of the depths are one scale from pale to strong, on a light and on a dark page."""
 
     def scale(hue: tuple[int, int], saturation: int, lightness: tuple[int, int]) -> str:
         rules = []

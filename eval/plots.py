@@ -1,5 +1,5 @@
-"""PNG plots of a run: loss, acceptance on held-out rows while training, acceptance by depth in the decode loop,
-of one method by set and of all methods beside one another."""
+"""PNG plots of a run: loss, acceptance on held-out rows while training; in the decode loop acceptance by depth, of one
+method by set and of all methods beside one another, and all methods by temperature."""
 
 import csv
 import re
@@ -174,9 +174,79 @@ def plot_acceptance_by_depth(metrics: Mapping[str, Mapping[str, Any]], path: str
     return _write(figure, path)
 
 
+def by_temperature(metrics: Mapping[str, Mapping[str, Any]], figure: str) -> dict[str, list[tuple[float, ...]]]:
+    """`figure/all/T0.7/chain_k4`: method -> (temperature, value, low, high), over all sets (or the only one)."""
+    found: dict[tuple[str, float], tuple[str, tuple[float, ...]]] = {}
+    for key, metric in metrics.items():
+        match = re.fullmatch(rf"{figure}/([^/]+)/T([^/]+)/([^/]+)", key)
+        if match is None or metric["value"] is None:
+            continue
+        where = match[3], float(match[2])
+        if match[1] == "all" or where not in found:
+            interval = metric["ci95"] if metric["ci95"] and None not in metric["ci95"] else (metric["value"],) * 2
+            found[where] = match[1], (where[1], metric["value"], *interval)
+    curves: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    for (method, _), (_, point) in sorted(found.items()):
+        curves[method].append(point)
+    return dict(curves)
+
+
+def plot_by_temperature(metrics: Mapping[str, Mapping[str, Any]], path: str | Path, *, title: str) -> Path:
+    """Acceptance, tokens a target forward and speed-up of each method against temperature, with 95 % intervals; beside
+    the live acceptance the teacher-forced one on held-out text. What was not measured has no panel.
+
+    UserError when the results hold none of these.
+    """
+    figures = {
+        "alpha": ("acceptance alpha", "accepted / judged drafted tokens"),
+        "tau": ("tokens a target forward, tau", "tokens a round"),
+        "speedup": ("speed-up", "plain time / speculative time"),
+    }
+    panels = {name: by_temperature(metrics, name) for name in figures}
+    held_out = [
+        (float(match[1]), metric["value"], *metric["ci95"])
+        for key, metric in metrics.items()
+        if (match := re.fullmatch(r"alpha_expected/held_out/T([^/]+)", key)) and metric["value"] is not None
+    ]
+    shown = [name for name in figures if panels[name] or (name == "alpha" and held_out)]
+    if not shown:
+        raise UserError("results.json: neither alpha_expected nor decoded texts in it; run eval.alpha or eval.decode")
+    methods = sorted({method for curves in panels.values() for method in curves})
+    figure = Figure(figsize=(max(6.8, 4.4 * len(shown)), 4.8), dpi=DPI, layout="constrained")
+    grid = figure.subplots(1, len(shown), squeeze=False)[0]
+    handles = {}
+    for axes, name in zip(grid, shown):
+        for method, points in panels[name].items():
+            i = methods.index(method)
+            handles[method] = _errorbar(axes, points, (i - (len(methods) - 1) / 2) * 0.012, i)
+        if name == "alpha" and held_out:
+            handles["held-out text, teacher-forced"] = _errorbar(axes, sorted(held_out), 0.0, None)
+        if name == "speedup":
+            axes.axhline(1, color="black", linewidth=1, linestyle=":")
+        temperatures = {point[0] for points in panels[name].values() for point in points}
+        axes.set_xticks(sorted(temperatures | ({point[0] for point in held_out} if name == "alpha" else set())))
+        axes.margins(x=0.12)
+        axes.set(title=figures[name][0], xlabel="temperature", ylabel=figures[name][1])
+        axes.set_ylim(0, 1.02 if name == "alpha" else None)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False)
+    figure.suptitle(f"{title}\nby temperature, 95 % intervals over prompts (held-out text: rows)", fontsize=11)
+    return _write(figure, path)
+
+
+def _errorbar(axes: Axes, points: Sequence[tuple[float, ...]], shift: float, style: int | None) -> Any:
+    """(x, value, low, high) joined by a line; style None: grey, for what the others are compared with."""
+    x, value, low, high = np.asarray(points, dtype=np.float64).T
+    look = {"color": "0.45", "marker": "x", "linestyle": "-."}
+    if style is not None:
+        look = {"color": COLOURS[style % 6], "marker": MARKERS[style % 6], "linestyle": DASHES[style // 6 % 3]}
+    return axes.errorbar(x + shift, value, yerr=np.abs([value - low, high - value]), capsize=3, linewidth=1.5, **look)
+
+
 def plot_run(metrics_csv: str | Path, results: Mapping[str, Any], out_dir: str | Path, *, title: str) -> list[Path]:
-    """All plots of a run that its files allow: loss.png, val_alpha.png, alpha_by_depth.png and
-    acceptance_by_depth.png."""
+    """All plots of a run that its files allow: loss.png, val_alpha.png, alpha_by_depth.png, acceptance_by_depth.png and
+    by_temperature.png."""
     out_dir, paths = Path(out_dir), []
     if Path(metrics_csv).is_file() and "train/loss" in (columns := read_metrics_csv(metrics_csv)):
         metric = results["metrics"].get("alpha_expected/held_out/T1")
@@ -188,6 +258,8 @@ def plot_run(metrics_csv: str | Path, results: Mapping[str, Any], out_dir: str |
     if alpha_by_depth(results["metrics"]):
         paths.append(plot_alpha_by_depth(results["metrics"], out_dir / "alpha_by_depth.png", title=title))
         paths.append(plot_acceptance_by_depth(results["metrics"], out_dir / "acceptance_by_depth.png", title=title))
+    if any(key.startswith(("alpha_expected/held_out/", "tau/")) for key in results["metrics"]):
+        paths.append(plot_by_temperature(results["metrics"], out_dir / "by_temperature.png", title=title))
     return paths
 
 

@@ -1,6 +1,7 @@
-"""Tables of figures on the terminal."""
+"""Figures of a results file in order, and tables of them on the terminal."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -45,6 +46,30 @@ def decode_row(metrics: Mapping[str, Metric], where: str) -> tuple[str, ...]:
         cell("speedup") + (" slower" if speedup is not None and speedup.value < 1 else ""),
         cell("predicted_speedup", ".2f"),
     )
+
+
+def as_metrics(results: Mapping[str, Any]) -> dict[str, Metric]:
+    """The figures of a results file that have a value."""
+    return {
+        key: Metric(m["value"], tuple(m["ci95"]) if m["ci95"] and None not in m["ci95"] else None, m["n"])
+        for key, m in results["metrics"].items()
+        if m["value"] is not None
+    }
+
+
+def decoded(metrics: Mapping[str, Metric]) -> list[tuple[str, str, str]]:
+    """(temperature, set, method) of all that was decoded: by temperature, all sets together first."""
+    keys = [tuple(key.split("/")[1:]) for key in metrics if key.startswith("tau/")]
+    found = [(temperature, name, method) for name, temperature, method in keys]
+    return sorted(found, key=lambda each: (float(each[0].removeprefix("T")), each[1] != "all", each[1]))
+
+
+def overall(metrics: Mapping[str, Metric]) -> dict[str, dict[str, str]]:
+    """temperature -> method -> set of its overall figures: `all`, or the only set."""
+    found: dict[str, dict[str, str]] = {}
+    for temperature, name, method in decoded(metrics):  # `all` comes first
+        found.setdefault(temperature, {}).setdefault(method, name)
+    return found
 
 
 def print_metrics(title: str, metrics: Mapping[str, Metric], note: str | None = None) -> None:

@@ -45,6 +45,11 @@ class Run:
         run = run_of_snapshot(self.folder)
         return self.folder.name if run is None else f"{run.resolve().name}-{self.folder.name}"
 
+    @property
+    def owner(self) -> Path:
+        """The run's own folder, of a snapshot too."""
+        return run_of_snapshot(self.folder) or self.folder
+
 
 @dataclass(frozen=True)
 class Pair:

@@ -231,7 +231,14 @@ def test_a_pair_end_to_end(tmp_path, capsys):
     assert (folder / "acceptance_by_depth.png").stat().st_size > 10_000
     out = capsys.readouterr().out
     assert "mt_bench/T0/chain_k3" in out and "all/T1/dynamic_d3_k2_n5" in out
-    for name in ("results.json", "decode.json", "generations.txt", "generations.html", "acceptance_by_depth.png"):
+    for name in (
+        "results.json",
+        "decode.json",
+        "generations.txt",
+        "generations.html",
+        "acceptance_by_depth.png",
+        "report.html",
+    ):
         assert str(folder / name) in out
 
 
@@ -334,7 +341,7 @@ def test_the_command_with_trees_and_an_ordinary_draft(tmp_path, monkeypatch):
         for temperature in ("T0", "T1"):
             assert metrics[f"tau/gsm8k/{temperature}/{method}"]["value"] >= 1
         assert metrics[f"greedy_failures/gsm8k/T0/{method}"]["value"] == 0
-    for name in ("decode.json", "generations.txt", "generations.html", "acceptance_by_depth.png"):
+    for name in ("decode.json", "generations.txt", "generations.html", "acceptance_by_depth.png", "report.html"):
         assert (folder / name).is_file()
 
 

@@ -11,8 +11,10 @@ from eval.plots import (
     _smooth,
     acceptance_by_depth,
     alpha_by_depth,
+    by_temperature,
     plot_acceptance_by_depth,
     plot_alpha_by_depth,
+    plot_by_temperature,
     plot_run,
     read_metrics_csv,
 )
@@ -56,6 +58,7 @@ def make_results() -> dict:
                         metrics[f"{figure}/d{depth}/{prompts}/{name}/{method}"] = {
                             "value": x, "ci95": [x - 0.03 * depth * x, x + 0.02 * depth * x], "n": 20,
                         }  # fmt: skip
+                metrics[f"tau/{prompts}/{name}/{method}"] = {"value": 2 + s - t + m, "ci95": [1.0, 9.0], "n": 20}
     return {"metrics": metrics}
 
 
@@ -90,14 +93,38 @@ def test_methods_are_compared_over_all_sets_or_the_only_one():
     assert round(acceptance_by_depth(one_set, "alpha_at_depth")["T1"]["chain_k4"][0][1], 2) == 0.56
 
 
+def test_temperatures_in_order_over_all_sets_or_the_only_one():
+    metrics = make_results()["metrics"]
+    assert by_temperature(metrics, "tau")["static_3x2x1"] == [(0.0, 3, 1.0, 9.0), (1.0, 2, 1.0, 9.0)]
+    metrics = {
+        "tau/gsm8k/T1.5/chain_k4": {"value": 1.5, "ci95": None, "n": 9},
+        "tau/gsm8k/T0.7/chain_k4": {"value": 2.5, "ci95": [None, None], "n": 9},
+        "tau/gsm8k/T0/chain_k4": {"value": None, "ci95": None, "n": 9},
+        "tau_uncut/gsm8k/T0/chain_k4": {"value": 7, "ci95": None, "n": 9},
+    }
+    assert by_temperature(metrics, "tau") == {"chain_k4": [(0.7, 2.5, 2.5, 2.5), (1.5, 1.5, 1.5, 1.5)]}
+
+
+def test_by_temperature_shows_what_was_measured(tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr(Axes, "set", lambda axes, **told: titles.append(told["title"]))
+    metrics = make_results()["metrics"]
+    plot_by_temperature(metrics, tmp_path / "x.png", title="x")
+    assert titles == ["acceptance alpha", "tokens a target forward, tau"]  # the teacher-forced one alone; no speed-up
+    metrics["speedup/all/T1/chain_k4"] = {"value": 0.8, "ci95": [0.7, 0.9], "n": 20}
+    titles.clear()
+    plot_by_temperature(metrics, tmp_path / "x.png", title="x")
+    assert titles[2:] == ["speed-up"] and png_size(tmp_path / "x.png")[0] > 1500
+
+
 def test_a_depth_never_reached_has_no_point():
     key = "alpha_at_depth/d4/gsm8k/T0/chain_k4"
     assert alpha_by_depth({key: {"value": None, "ci95": [None, None], "n": 0}}) == {}
 
 
-def test_a_run_gives_four_pngs(tmp_path):
+def test_a_run_gives_five_pngs(tmp_path):
     paths = plot_run(write_csv(tmp_path / "metrics.csv"), make_results(), tmp_path / "out", title="quickstart")
-    names = ["loss.png", "val_alpha.png", "alpha_by_depth.png", "acceptance_by_depth.png"]
+    names = ["loss.png", "val_alpha.png", "alpha_by_depth.png", "acceptance_by_depth.png", "by_temperature.png"]
     assert [path.name for path in paths] == names
     for path in paths:
         width, height = png_size(path)
@@ -128,8 +155,9 @@ def test_without_files_there_is_nothing_to_plot(tmp_path):
     assert plot_run(tmp_path / "none.csv", {"metrics": {}}, tmp_path, title="x") == []
     with pytest.raises(UserError, match=r"eval\.decode"):
         plot_alpha_by_depth({}, tmp_path / "x.png", title="x")
-    with pytest.raises(UserError, match=r"eval\.decode"):
-        plot_acceptance_by_depth({}, tmp_path / "x.png", title="x")
+    for plot in (plot_acceptance_by_depth, plot_by_temperature):
+        with pytest.raises(UserError, match=r"eval\.decode"):
+            plot({}, tmp_path / "x.png", title="x")
 
 
 def test_smoothing_keeps_a_constant_and_the_length():

@@ -31,6 +31,7 @@ def test_quickstart_and_its_second_call(tmp_path):
     out = tmp_path / "output" / "smoke"
     written = ["results.json", "decode.json", "generations.txt", "generations.html"]
     written += ["loss.png", "val_alpha.png", "alpha_by_depth.png", "acceptance_by_depth.png"]
+    written += ["by_temperature.png", "report.html"]
     for name in written:
         assert (out / name).is_file() and str(out / name) in first.stdout, name
     results = json.loads((out / "results.json").read_text())

@@ -2,7 +2,7 @@
 
 1. train.distill: cache what is missing, fit, expected acceptance
 2. eval.decode: the speculative loop against plain decoding
-3. plots, one table, and the paths of all that was written
+3. plots and report, one table, and the paths of all that was written
 Called again it finds the run finished and its cache complete, says so, and only decodes anew.
 """
 
@@ -20,10 +20,11 @@ from data.signals import SignalSpec
 from eval.alpha import evaluate_pair
 from eval.decode import check_decode, decode_pair
 from eval.entry import entry
-from eval.plots import plot_run
+from eval.html_report import write_report
 from eval.report import DECODE_COLUMNS, decode_row, print_table
 from eval.results import Metric, merge_results, read_results
 from eval.run import Pair, load_pair
+from eval.wandb_media import log_to_wandb
 from train.cache import caches, rows_of
 from train.distill import distill, run_name
 from train.measure import peak_resident_gb
@@ -58,11 +59,12 @@ def quickstart(cfg: DictConfig) -> dict[str, Any]:
     _add(out / "results.json", metrics)
     results = read_results(out / "results.json")
     title = f"{pair.draft_name} for {pair.target.name}"
-    plots = plot_run(out / "metrics.csv", results, out, title=title)
+    report = write_report(out, run_folder=folder)  # anew: now with the times of the stages
     print_summary(results, title=title, seconds=seconds)
     written = ("results.json", "decode.json", "generations.txt", "generations.html")
-    for path in (folder, *(out / name for name in written), *plots):
+    for path in (folder, *(out / name for name in written), *report):
         print(path)
+    log_to_wandb(cfg.logger, out, run_folder=folder)
     return results
 
 
