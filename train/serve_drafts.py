@@ -50,15 +50,18 @@ class Answer:
 
 def own_answers(target: Target, folder: Path, *, overwrite: bool = False) -> list[Answer]:
     """Greedy answers to train on, those with the widest `gap` first; kept in answers.json and, as chats, chats.jsonl.
+    Answers kept under other settings are decoded anew.
 
     An answer whose text does not give back its ids is left out. Raises UserError where too few are left.
     """
     candidates = load_prompts(SETS, target.tokenizer, num_prompts=NUM_CANDIDATES)
     path = folder / "answers.json"
+    settings = {"candidates": NUM_CANDIDATES, "answers": NUM_ANSWERS, "max_new_tokens": MAX_NEW_TOKENS}
     if path.is_file() and not overwrite:
-        prompts = {(p.set_name, p.prompt_id): p for p in candidates}
-        kept = json.loads(path.read_text())
-        return [Answer(prompts[e["set"], e["id"]], e["token_ids"], e["gap"]) for e in kept]
+        found = json.loads(path.read_text())
+        if isinstance(found, dict) and found["settings"] == settings:
+            prompts = {(p.set_name, p.prompt_id): p for p in candidates}
+            return [Answer(prompts[e["set"], e["id"]], e["token_ids"], e["gap"]) for e in found["answers"]]
     answers, chats = [], {}
     for prompt in candidates:
         if len(prompt.token_ids) + MAX_NEW_TOKENS > target.max_positions:
@@ -79,7 +82,7 @@ def own_answers(target: Target, folder: Path, *, overwrite: bool = False) -> lis
     kept = [
         {"set": a.prompt.set_name, "id": a.prompt.prompt_id, "token_ids": a.token_ids, "gap": a.gap} for a in answers
     ]
-    write_atomic(path, json.dumps(kept) + "\n")
+    write_atomic(path, json.dumps({"settings": settings, "answers": kept}) + "\n")
     return answers
 
 
