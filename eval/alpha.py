@@ -20,10 +20,12 @@ from transformers import PreTrainedModel
 from data.progress import ProgressBar
 from data.rows import Rows, load_rows
 from eval.entry import entry
+from eval.html_report import write_report
 from eval.report import print_metrics
 from eval.results import Metric, make_header, merge_results
 from eval.run import Pair, load_pair
 from eval.stats import ratio_ci
+from eval.wandb_media import log_to_wandb
 from models.eagle import EagleHead
 from models.errors import UserError
 from models.target import Target
@@ -342,6 +344,10 @@ def evaluate_pair(
 def main(cfg: DictConfig) -> None:
     pair = load_pair(cfg, HydraConfig.get().overrides.task)
     evaluate_pair(pair, cfg.alpha, seed=cfg.seed, output_root=cfg.output_root, overwrite=cfg.overwrite)
+    folder, run_folder = Path(cfg.output_root) / pair.name, pair.run and pair.run.owner
+    for path in write_report(folder, run_folder=run_folder):
+        print(path)
+    log_to_wandb(cfg.logger, folder, run_folder=run_folder)
 
 
 if __name__ == "__main__":

@@ -1,44 +1,57 @@
 """report.html, all of a run on one page that needs nothing else: python -m eval.html_report [run=NAME].
 
 1. figures, from outputs/<run>/results.json: what is fastest, what is slower than plain decoding, the tables
-2. plots: learning curves from metrics.csv, acceptance by depth and by temperature
-3. generations.html, coloured by who produced each token
-4. the config and the commands, from checkpoints/<run>; every figure with its interval
+2. plots: learning curves from metrics.csv and from decoded snapshots, acceptance by depth and by temperature
+3. where speculation fails, from failure_modes.json; drafts and methods compared, from outputs/compare
+4. generations.html, coloured by who produced each token
+5. the config and the commands, from checkpoints/<run>; every figure with its interval
 
-What a run has no file for is left out, and said. eval.decode writes the page at its end.
+What a run has no file for is left out, and said. eval.alpha and eval.decode write the page at their end.
 """
 
 import base64
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from eval.decode_plots import alpha_by_depth, plot_acceptance_by_depth, plot_alpha_by_depth, plot_by_temperature
 from eval.entry import entry
-from eval.html_view import page_parts, page_style, printable
-from eval.plots import plot_run
-from eval.report import DECODE_COLUMNS, as_metrics, decode_row, decoded, overall
-from eval.results import Metric, read_results, write_atomic
+from eval.html_tables import (
+    all_figures,
+    compare_table,
+    decode_table,
+    greedy_table,
+    held_out_table,
+    html_pre,
+    html_text,
+    sentences,
+)
+from eval.html_view import page_parts, page_style
+from eval.plots import plot_loss, plot_snapshots, plot_val_alpha, read_metrics_csv
+from eval.report import as_metrics, decoded, overall
+from eval.results import read_results, write_atomic
 from eval.run import load_run, run_of_snapshot
 from eval.wandb_media import log_to_wandb
 from models.errors import UserError
 
-PLOTS = {  # file -> what to see in it
+CURVES = {  # plot -> what to see in it
     "loss": "Training loss and held-out KL against tokens seen.",
     "val_alpha": "Acceptance at T = 1 while training; the point at the end is the final draft on more held-out text.",
+    "snapshots": "The decode loop with the drafts of the way there, 95 % intervals over prompts. The final draft may "
+    "have been measured on other prompts, so it is not in it.",
+}
+PLOTS = {
     "by_temperature": "Acceptance, tokens a target forward and speed-up against temperature. Below the dotted line "
     "speculation is slower than plain decoding.",
     "acceptance_by_depth": "Above: of the rounds that reached a depth, the share that accepted a token there. Below: "
     "the share of all rounds that accepted so many tokens; the heights of a curve add up to tau - 1.",
     "alpha_by_depth": "The upper figure by set of prompts.",
 }
-
-
-TEXT_COLUMNS = ("T", "set", "method", "key")
 
 
 def write_report(folder: str | Path, *, run_folder: Path | None = None) -> list[Path]:
@@ -50,13 +63,14 @@ def write_report(folder: str | Path, *, run_folder: Path | None = None) -> list[
     folder = Path(folder)
     results = read_results(folder / "results.json")
     title = f"{results['draft'].get('name', folder.name)} for {results['target'].get('name', 'the target')}"
-    plots = plot_run(folder / "metrics.csv", results, folder, title=title)
-    generations = folder / "generations.html"
+    plots = plot_run(folder, results, title=title)
     page = html_report(
         results,
         title=title,
         plots={path.stem: path.read_bytes() for path in plots},
-        generations=generations.read_text() if generations.is_file() else None,
+        failures=failure_parts(folder),
+        comparison=comparison(folder.parent / "compare", results["target"]),
+        generations=_read(folder, "generations.html"),
         config=_read(run_folder, "resolved_config.yaml"),
         run_info=json.loads(_read(run_folder, "run.json") or "{}"),
     )
@@ -64,11 +78,68 @@ def write_report(folder: str | Path, *, run_folder: Path | None = None) -> list[
     return [*plots, folder / "report.html"]
 
 
+def plot_run(folder: Path, results: Mapping[str, Any], *, title: str) -> list[Path]:
+    """All plots that the files of a run allow: learning curves, and those of the decode loop."""
+    paths, metrics = [], results["metrics"]
+    if (folder / "metrics.csv").is_file() and "train/loss" in (columns := read_metrics_csv(folder / "metrics.csv")):
+        metric = metrics.get("alpha_expected/held_out/T1")
+        is_whole = metric and metric["value"] is not None and metric["ci95"] and None not in metric["ci95"]
+        final = (metric["value"], *metric["ci95"]) if is_whole else None
+        paths.append(plot_loss(columns, folder / "loss.png", title=title))
+        if "val/alpha" in columns:
+            paths.append(plot_val_alpha(columns, folder / "val_alpha.png", title=title, final=final))
+    if curves := snapshot_curves(folder, results["target"]):
+        paths.append(plot_snapshots(curves, folder / "snapshots.png", title=title))
+    if any(key.startswith(("alpha_expected/held_out/", "tau/")) for key in metrics):
+        paths.append(plot_by_temperature(metrics, folder / "by_temperature.png", title=title))
+    if alpha_by_depth(metrics):
+        paths.append(plot_acceptance_by_depth(metrics, folder / "acceptance_by_depth.png", title=title))
+        paths.append(plot_alpha_by_depth(metrics, folder / "alpha_by_depth.png", title=title))
+    return paths
+
+
+def snapshot_curves(folder: Path, target: Mapping[str, str]) -> dict[str, list[tuple[float, ...]]]:
+    """From outputs/<run>-step-000500 and its like: "chain_k3, T = 0" -> (step, tau, low, high), two points or more."""
+    curves: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    for path in folder.parent.glob(f"{folder.name}-step-*/results.json"):
+        results = read_results(path)
+        if results["target"] != target:
+            continue
+        metrics = as_metrics(results)
+        for temperature, methods in overall(metrics).items():
+            for method, name in methods.items():
+                tau = metrics[f"tau/{name}/{temperature}/{method}"]
+                label = f"{method}, T = {temperature.removeprefix('T')}"
+                step = int(path.parent.name.rpartition("-")[2])
+                curves[label].append((step, tau.value, *(tau.ci95 or (tau.value, tau.value))))
+    return {label: sorted(points) for label, points in sorted(curves.items()) if len(points) > 1}
+
+
+def failure_parts(folder: Path) -> list[dict[str, Any]]:
+    """The parts of failure_modes.json, each with `title`, `sentences` and its plot's bytes as `data` (or None)."""
+    held = json.loads(_read(folder, "failure_modes.json") or "{}")
+    return [
+        {**part, "data": path.read_bytes() if (path := folder / part["png"]).is_file() else None}
+        for part in held.get("parts", [])
+    ]
+
+
+def comparison(folder: Path, target: Mapping[str, str]) -> tuple[dict[str, Any], bytes | None] | None:
+    """Results and plot of outputs/compare, where they are of this target."""
+    if not (folder / "results.json").is_file():
+        return None
+    results = read_results(folder / "results.json")
+    plot = folder / "compare.png"
+    return (results, plot.read_bytes() if plot.is_file() else None) if results["target"] == target else None
+
+
 def html_report(
     results: Mapping[str, Any],  # as results.json holds them
     *,
     title: str,
     plots: Mapping[str, bytes],  # name -> PNG
+    failures: Sequence[Mapping[str, Any]] = (),  # see failure_parts
+    comparison: tuple[Mapping[str, Any], bytes | None] | None = None,  # results and plot
     generations: str | None = None,  # the page of eval.html_view
     config: str | None = None,  # YAML
     run_info: Mapping[str, Any] | None = None,  # run.json; empty where there is none
@@ -76,184 +147,67 @@ def html_report(
     """The whole page."""
     metrics = as_metrics(results)
     style, content = page_parts(generations) if generations else (page_style(1), None)
+    curves, loop = (
+        [_plot(name, plots[name], told) for name, told in named.items() if name in plots] for named in (CURVES, PLOTS)
+    )
     sections = [
-        ("Figures", [*_sentences(metrics), _decode_table(metrics), _greedy_table(metrics), _held_out_table(metrics)]),
-        ("Learning curves", [_plot(plots, name) for name in ("loss", "val_alpha")]),
-        ("Acceptance by depth and temperature", [_plot(plots, name) for name in list(PLOTS)[2:]]),
+        ("Figures", [*sentences(metrics), decode_table(metrics), greedy_table(metrics), held_out_table(metrics)]),
+        ("Learning curves", curves),
+        ("Acceptance by depth and temperature", loop),
+        ("Failure modes", [_failure(part) for part in failures]),
+        ("Comparison", _comparison(*comparison) if comparison else []),
         ("Generations", [f'<div class="generations">{content}</div>' if content else None]),
         ("Config", [_config(config)]),
         ("Commands", [_commands(results, run_info or {})]),
-        ("All figures", [_all_figures(results["metrics"])]),
+        ("All figures", [all_figures(results["metrics"])]),
     ]
     missing = {
         "Figures": "No figures yet: run eval.alpha and eval.decode.",
-        "Learning curves": "No metrics.csv beside the results: this draft was not trained here, or logger=csv was off.",
+        "Learning curves": "No metrics.csv beside the results: not trained here, trained without logger=csv, or moved.",
         "Acceptance by depth and temperature": "Nothing measured by depth or temperature yet: run eval.decode.",
+        "Failure modes": "No failure_modes.json beside the results: run make failure-modes.",
+        "Comparison": "No outputs/compare of this target: run make compare.",
         "Generations": "No generations.html beside the results: run eval.decode.",
         "Config": "No resolved_config.yaml: this draft was not trained here.",
     }
     body, links = [], []
     for name, parts in sections:
-        parts = [part for part in parts if part] or [f'<p class="figures">{_text(missing[name])}</p>']
+        parts = [part for part in parts if part] or [f'<p class="figures">{html_text(missing[name])}</p>']
         anchor = name.lower().replace(" ", "-")
         links.append(f'<a href="#{anchor}">{name}</a>')
         body.append(f'<section id="{anchor}"><h2>{name}</h2>{"".join(parts)}</section>')
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     measured = f"{results['dtype']} on {results['device']}; commit {results['git_sha'][:12]}; {versions}"
     return _PAGE.format(
-        title=_text(title), style=style + _CSS, measured=_text(measured), links=" ".join(links), body="\n".join(body)
+        title=html_text(title),
+        style=style + _CSS,
+        measured=html_text(measured),
+        links=" ".join(links),
+        body="\n".join(body),
     )
 
 
-def _sentences(metrics: Mapping[str, Metric]) -> list[str]:
-    """What to take from the table: the fastest method at each temperature, and all that is slower than plain."""
-    lines = []
-    for temperature, methods in overall(metrics).items():
-        degrees = f"T = {temperature.removeprefix('T')}"
-        speedups = {
-            method: metrics[key]
-            for method, name in methods.items()
-            if (key := f"speedup/{name}/{temperature}/{method}") in metrics
-        }
-        if not speedups:
-            continue
-        fastest = max(speedups, key=lambda method: speedups[method].value)
-        ratio, tau = speedups[fastest], metrics[f"tau/{methods[fastest]}/{temperature}/{fastest}"]
-        behind = f"with {_short(tau)} tokens a target forward ({methods[fastest]}, {tau.n} prompts)"
-        if ratio.value < 1:
-            told = (
-                f"every method is slower than plain decoding; the least so is {fastest}, {_short(ratio)} times as fast"
-            )
-            lines.append(f"{degrees}: {told}, {behind}.")
-            continue
-        lines.append(f"{degrees}: {fastest} is the fastest, {_short(ratio)} times as fast as plain decoding, {behind}.")
-        slower = [
-            f"{method} on {name} ({_short(each)})"
-            for at, name, method in decoded(metrics)
-            if at == temperature and (each := metrics.get(f"speedup/{name}/{at}/{method}")) and each.value < 1
-        ]
-        if slower:
-            lines.append(f"{degrees}, slower than plain decoding: {', '.join(slower)}.")
-    return [f'<p class="told">{_text(line)}</p>' for line in lines]
-
-
-def _short(metric: Metric) -> str:
-    low, high = metric.ci95 or (None, None)
-    return f"{metric.value:.2f}" + ("" if low is None else f" [{low:.2f}, {high:.2f}]")
-
-
-def _decode_table(metrics: Mapping[str, Metric]) -> str | None:
-    rows, in_short = [], overall(metrics)
-    for temperature, name, method in decoded(metrics):
-        where = f"{name}/{temperature}/{method}"
-        cells = decode_row(metrics, where)
-        rows.append(
-            (
-                (temperature.removeprefix("T"), name, method, *cells, str(metrics[f"tau/{where}"].n)),
-                ("slower" if "slower" in cells[DECODE_COLUMNS.index("speed-up")] else "")
-                + (" overall" if in_short[temperature][method] == name else ""),
-            )
-        )
-    if not rows:
-        return None
-    return _table(
-        ("T", "set", "method", *DECODE_COLUMNS, "prompts"),
-        rows,
-        "The decode loop against plain decoding by the same engine [95 % intervals over prompts]. alpha: accepted over "
-        "judged drafted tokens, chains only; tau: tokens a target forward; nodes: drafted tokens a round; predicted: "
-        "tau over the cost of a round in plain steps.",
-    )
-
-
-def _greedy_table(metrics: Mapping[str, Metric]) -> str | None:
-    """Whether greedy texts are the target's own."""
-    rows = []
-    for method, name in overall(metrics).get("T0", {}).items():
-        parted, failures, gap = (
-            metrics.get(f"greedy_{what}/{name}/T0/{method}") for what in ("differences", "failures", "gap_max")
-        )
-        if parted is not None:
-            cells = (method, str(parted.n), f"{parted.value:.0f}", f"{gap.value:.3f}", f"{failures.value:.0f}")
-            rows.append((cells, "slower" if failures.value else ""))
-    if not rows:
-        return None
-    return _table(
-        (
-            "method",
-            "greedy texts",
-            "part from plain decoding",
-            "widest gap there [logits]",
-            "not by a near tie: defects",
-        ),
-        rows,
-        "Greedy texts against plain decoding, which they must equal but for near ties of the target's logits in bf16.",
-    )
-
-
-def _held_out_table(metrics: Mapping[str, Metric]) -> str | None:
-    prefix = "alpha_expected/held_out/"
-    keys = [key.removeprefix(prefix).split("/") for key in metrics if key.startswith(prefix)]
-    temperatures = sorted({key[0] for key in keys}, key=lambda name: float(name.removeprefix("T")))
-    buckets = sorted({key[1] for key in keys if len(key) == 2}, key=lambda name: int(name.split("_")[1]))
-    if not temperatures:
-        return None
-    rows = [
-        (
-            (
-                temperature.removeprefix("T"),
-                *(
-                    str(metrics.get(f"{prefix}{temperature}{suffix}", "-"))
-                    for suffix in ("", *(f"/{bucket}" for bucket in buckets))
-                ),
-            ),
-            "",
-        )
-        for temperature in temperatures
-    ]
-    more = [
-        f"{told} {metrics[f'{name}/held_out']}"
-        for name, told in (
-            ("top1_agreement", "equal best tokens:"), ("kl", "KL(target, draft) in nats:"),
-            ("target_entropy", "the target's entropy in nats:"), ("alpha_tokens", "tokens judged:"),
-        )
-        if f"{name}/held_out" in metrics
-    ]  # fmt: skip
-    positions = [bucket.removeprefix("pos_").replace("_up", " and up").replace("_", " to ") for bucket in buckets]
-    return _table(
-        ("T", "alpha_expected", *(f"positions {each}" for each in positions)),
-        rows,
-        "Teacher-forced on held-out text: the chance that a token drawn from the draft survives, mean of "
-        f"sum_v min(target, draft) [95 % intervals over rows]. {'; '.join(more)}.",
-    )
-
-
-def _table(columns: Sequence[str], rows: Iterable[tuple[Sequence[str], str]], caption: str) -> str:
-    """rows: (cells, CSS classes)."""
-    kinds = [' class="text"' if column in TEXT_COLUMNS else "" for column in columns]
-    head = "".join(f"<th{kind}>{_text(column)}</th>" for kind, column in zip(kinds, columns))
-    body = "".join(
-        f'<tr class="{classes.strip()}">'
-        f"{''.join(f'<td{kind}>{_text(cell)}</td>' for kind, cell in zip(kinds, cells))}</tr>"
-        for cells, classes in rows
-    )
+def _plot(name: str, png: bytes, told: str) -> str:
+    data = base64.b64encode(png).decode()
     return (
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        f'<p class="figures">{_text(caption)}</p>'
+        f'<figure class="plot"><img alt="{html_text(name)}" src="data:image/png;base64,{data}" />'
+        f"<figcaption>{html_text(told)}</figcaption></figure>"
     )
 
 
-def _plot(plots: Mapping[str, bytes], name: str) -> str | None:
-    if name not in plots:
-        return None
-    data = base64.b64encode(plots[name]).decode()
-    return (
-        f'<figure class="plot"><img alt="{name}" src="data:image/png;base64,{data}" />'
-        f"<figcaption>{_text(PLOTS[name])}</figcaption></figure>"
-    )
+def _failure(part: Mapping[str, Any]) -> str:
+    told = "".join(f"<li>{html_text(sentence)}</li>" for sentence in part["sentences"])
+    plot = "" if part["data"] is None else _plot(Path(part["png"]).stem, part["data"], "")
+    return f"<h3>{html_text(part['title'])}</h3>{plot}" + (f"<ul>{told}</ul>" if told else "")
+
+
+def _comparison(results: Mapping[str, Any], png: bytes | None) -> list[str | None]:
+    plot = None if png is None else _plot("compare", png, "Speed-up over plain decoding; left of the line slower.")
+    return [plot, compare_table(results), html_pre(results["command"])]
 
 
 def _config(config: str | None) -> str | None:
-    return None if config is None else f"<details><summary>resolved_config.yaml</summary>{_pre(config)}</details>"
+    return None if config is None else f"<details><summary>resolved_config.yaml</summary>{html_pre(config)}</details>"
 
 
 def _commands(results: Mapping[str, Any], run_info: Mapping[str, Any]) -> str:
@@ -265,32 +219,13 @@ def _commands(results: Mapping[str, Any], run_info: Mapping[str, Any]) -> str:
                 f": {run_info['steps']} steps in {run_info['seconds'] / 60:.0f} minutes, {run_info['precision']} on "
                 f"{run_info['device']}"
             )
-        parts.append(f"<p>{_text(told)}</p>{_pre(run_info['command'])}")
+        parts.append(f"<p>{html_text(told)}</p>{html_pre(run_info['command'])}")
     for merge in results.get("merges", []):
         told = f"{len(merge['keys'])} figures, commit {merge['git_sha'][:12]}, {merge['dtype']} on {merge['device']}"
-        parts.append(f"<p>{_text(told)}</p>{_pre(merge['command'])}")
+        parts.append(f"<p>{html_text(told)}</p>{html_pre(merge['command'])}")
     if not parts:
-        parts.append(_pre(results["command"]))
+        parts.append(html_pre(results["command"]))
     return "".join(parts)
-
-
-def _all_figures(metrics: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = []
-    for key, metric in metrics.items():
-        value = "-" if metric["value"] is None else f"{metric['value']:.4g}"
-        is_known = metric["ci95"] and None not in metric["ci95"]
-        interval = f"{metric['ci95'][0]:.4g} to {metric['ci95'][1]:.4g}" if is_known else ""
-        rows.append(((key, value, interval, str(metric["n"])), ""))
-    table = _table(("key", "value", "95 % interval", "n"), rows, "As results.json holds them.")
-    return f"<details><summary>{len(rows)} figures</summary>{table}</details>"
-
-
-def _pre(text: str) -> str:
-    return f'<pre class="wide">{_text(text)}</pre>'
-
-
-def _text(text: str) -> str:
-    return escape(printable(text), quote=True)
 
 
 def _read(folder: Path | None, name: str) -> str | None:
@@ -331,9 +266,10 @@ def find_outputs(run: str | None, output_root: str | Path) -> Path:
 
 
 def _is_of_a_pair(path: Path) -> bool:
-    """Whether a results file holds figures of a target and a draft (a bench has a file of the same form)."""
+    """Whether a results file is of a target and a draft (a bench and a comparison have files of the same form)."""
     try:
-        return any(key.startswith(("tau/", "alpha_expected/")) for key in read_results(path)["metrics"])
+        metrics = read_results(path)["metrics"]
+        return any(key.startswith("alpha_expected/") for key in metrics) or bool(decoded(metrics))
     except UserError:
         return False
 
@@ -348,14 +284,14 @@ def main(cfg: DictConfig) -> None:
 
 
 _CSS = """
-body{max-width:1340px}section{margin-top:1.5rem}.told{font-weight:600}.told,.figures{max-width:115ch}
+body{max-width:1340px}section{margin-top:1.5rem}.told.fastest{font-weight:600}.told,.figures{max-width:115ch}
 nav{margin:.6rem 0;display:flex;flex-wrap:wrap;gap:.3rem 1.1rem}nav a{color:var(--on)}
 table{border-collapse:collapse;font-size:.84rem;font-variant-numeric:tabular-nums;margin:.8rem 0 .2rem}
 th,td{padding:.16rem .55rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
-th{border-bottom:2px solid var(--line)}th.text,td.text{text-align:left}
+th{border-bottom:2px solid var(--line)}th.text,td.text{text-align:left}th.text{font:inherit;font-weight:700}
 tr.overall td{font-weight:600}tr.slower td{color:#c2410c}
 #learning-curves .plot{display:inline-block;width:49%;min-width:420px}
-.plot img{max-width:100%;height:auto;background:#fff;border-radius:6px}
+.plot img{max-width:min(100%,1150px);height:auto;background:#fff;border-radius:6px}
 pre{background:color-mix(in srgb,var(--fg) 6%,var(--bg));padding:.6rem .8rem;border-radius:6px;font-size:.84rem;
  margin:.3rem 0 1rem}
 .generations h2{font-size:1.1rem;border:0;margin-top:1.2rem}.generations>p{font-size:.92rem}

@@ -1,5 +1,6 @@
 """Figures of a results file in order, and tables of them on the terminal."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,10 +58,10 @@ def as_metrics(results: Mapping[str, Any]) -> dict[str, Metric]:
     }
 
 
-def decoded(metrics: Mapping[str, Metric]) -> list[tuple[str, str, str]]:
+def decoded(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(temperature, set, method) of all that was decoded: by temperature, all sets together first."""
-    keys = [tuple(key.split("/")[1:]) for key in metrics if key.startswith("tau/")]
-    found = [(temperature, name, method) for name, temperature, method in keys]
+    matches = [re.fullmatch(r"tau/([^/]+)/(T\d[^/]*)/([^/]+)", key) for key in metrics]
+    found = [(match[2], match[1], match[3]) for match in matches if match]
     return sorted(found, key=lambda each: (float(each[0].removeprefix("T")), each[1] != "all", each[1]))
 
 

@@ -1,6 +1,7 @@
 """The W&B workspace: its panels show what is really logged, the page of docs lists them, without a key one line."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 import wandb
 from hydra import compose, initialize_config_dir
 
+import eval.alpha
 import eval.dashboard
+import eval.decode
 import eval.plots
 from eval.dashboard import SECTIONS, TEMPERATURES, X, create, workspace
 from eval.entry import CONF_DIR
@@ -34,7 +37,8 @@ class Run:
 
 
 def test_every_panel_shows_something_that_a_run_logs(tmp_path, monkeypatch):
-    """The whole job on a tiny target: what it logged while training, and what is logged of its figures."""
+    """The whole job on a tiny target: what it logged while training, and what is logged of its figures; then by the two
+    evaluations of their own."""
     monkeypatch.setattr(eval.plots, "DPI", 30)
     small = [
         "data.max_train_tokens=4000", "data.max_held_out_tokens=1000", "alpha.max_tokens=200", "trainer.max_epochs=1",
@@ -54,6 +58,17 @@ def test_every_panel_shows_something_that_a_run_logs(tmp_path, monkeypatch):
     assert {f"eval/{key}" for key in as_metrics(read_results(folder / "results.json")) if key.startswith("tau/")} <= {
         *run.summary
     }
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for main, sent in ((eval.alpha.main, "tables/alpha_expected"), (eval.decode.main, "tables/decode")):
+        monkeypatch.setattr(sys, "argv", ["x", "run=tiny", "logger=wandb", *small[2:3], *small[4:7], *roots])
+        (folder / "report.html").unlink()
+        main()
+        assert (folder / "report.html").is_file() and wandb.run is None
+        [offline] = (folder / "wandb").glob("offline-run-*")
+        assert list(offline.glob(f"files/media/table/{sent}_*.json"))
+        assert list(offline.glob("files/media/html/report_*.html"))
+        shutil.rmtree(folder / "wandb")
 
 
 def test_the_document_lists_the_panels():

@@ -1,5 +1,6 @@
 """report.html: self-contained and well-formed, what is slower is said, files are found; and what W&B gets of it."""
 
+import base64
 import json
 import re
 import sys
@@ -15,6 +16,7 @@ import eval.html_report
 import eval.plots
 import eval.wandb_media
 from eval.html_report import find_outputs, html_report, run_folder_of, write_report
+from eval.html_tables import compare_table, sentences
 from eval.html_view import html_view, page_parts
 from eval.loop import DecodeResult, Round
 from eval.measures import Method, Trial
@@ -131,7 +133,7 @@ class Page(HTMLParser):
 def test_the_page_has_all_of_a_run_and_needs_nothing_else(tmp_path):
     folder = make_outputs(tmp_path)
     paths = write_report(folder, run_folder=tmp_path / "checkpoints" / "mine")
-    names = ["loss", "val_alpha", "alpha_by_depth", "acceptance_by_depth", "by_temperature"]
+    names = ["loss", "val_alpha", "by_temperature", "acceptance_by_depth", "alpha_by_depth"]
     assert [path.name for path in paths] == [*(f"{name}.png" for name in names), "report.html"]
     page = paths[-1].read_text()
     ElementTree.fromstring(page)
@@ -157,15 +159,14 @@ def test_the_page_has_all_of_a_run_and_needs_nothing_else(tmp_path):
 
 def links_in_order() -> list[str]:
     return [
-        "figures", "learning-curves", "acceptance-by-depth-and-temperature", "generations", "config", "commands",
-        "all-figures",
+        "figures", "learning-curves", "acceptance-by-depth-and-temperature", "failure-modes", "comparison",
+        "generations", "config", "commands", "all-figures",
     ]  # fmt: skip
 
 
 def test_what_is_slower_is_said():
     results = {"metrics": {key: {"value": m.value, "ci95": m.ci95, "n": m.n} for key, m in figures().items()}}
-    sentences = eval.html_report._sentences(as_metrics(results))
-    told = [re.sub("<[^>]*>", "", sentence) for sentence in sentences]
+    told = [re.sub("<[^>]*>", "", sentence) for sentence in sentences(as_metrics(results))]
     assert told == [
         "T = 0: static_2x1 is the fastest, 1.60 [1.50, 1.70] times as fast as plain decoding, with 3.20 [1.60, 4.80] "
         "tokens a target forward (all, 4 prompts).",
@@ -206,10 +207,62 @@ def test_what_is_missing_is_said(tmp_path):
     [plot, path] = write_report(folder)
     assert plot.name == "by_temperature.png"
     text = Page(path.read_text()).text
-    for told in ("No metrics.csv", "No generations.html", "No resolved_config.yaml", "0.400 [0.300, 0.500]"):
+    for told in (
+        "No metrics.csv", "No failure_modes.json", "No outputs/compare", "No generations.html",
+        "No resolved_config.yaml", "0.400 [0.300, 0.500]",
+    ):  # fmt: skip
         assert told in text
     with pytest.raises(UserError, match=r"run eval\.alpha or eval\.decode"):
         write_report(tmp_path / "nothing")
+
+
+def test_failure_modes_are_shown_with_their_sentences(tmp_path):
+    folder = make_outputs(tmp_path)
+    parts = [
+        {"title": "by <batch>", "png": "failure_batch.png", "sentences": ["chain_k3 at batch 32: slower & why"]},
+        {"title": "by kind", "png": "failure_kinds.png", "sentences": []},
+    ]
+    (folder / "failure_modes.json").write_text(json.dumps({"parts": parts}))
+    (folder / "failure_batch.png").write_bytes(b"\x89PNG drawn elsewhere")
+    page = write_report(folder)[-1].read_text()
+    section = page[page.index('<section id="failure-modes">') : page.index('<section id="comparison">')]
+    parsed = Page(section)
+    assert "by <batch>" in parsed.text and "chain_k3 at batch 32: slower & why" in parsed.text
+    images = [attributes for tag, attributes in parsed.tags if tag == "img"]  # the second was never drawn
+    assert [image["alt"] for image in images] == ["failure_batch"] and "by kind" in parsed.text
+    assert images[0]["src"] == "data:image/png;base64," + base64.b64encode(b"\x89PNG drawn elsewhere").decode()
+
+
+def test_a_comparison_of_the_same_target_is_shown_fastest_first(tmp_path):
+    folder = make_outputs(tmp_path)
+    metrics = {
+        "tau/T0/eagle3/chain_k3": Metric(2.0, (1.9, 2.1), 9),
+        "speedup/T0/eagle3/chain_k3": Metric(0.9, (0.8, 1.0), 9),
+        "speedup/T0/ngram_n3_k5": Metric(1.2, (1.1, 1.3), 9),
+        "tokens_per_s/T0/plain": Metric(50.0, (49.0, 51.0), 9),
+        "alpha/T1/eagle3/chain_k3": Metric(0.5, None, 9),
+        "same_text/T1": Metric(1.0),
+    }
+    header = {**read_results(folder / "results.json"), "draft": {"runs": "mine"}}
+    table = compare_table(
+        {"metrics": {key: {"value": m.value, "ci95": m.ci95, "n": m.n} for key, m in metrics.items()}}
+    )
+    rows = re.findall(r'<tr class="([^"]*)">(.*?)</tr>', table)
+    cells = [(classes, *re.findall(r"<td[^>]*>(.*?)</td>", row)) for classes, row in rows]
+    assert cells == [
+        ("", "0", "ngram_n3_k5", "-", "-", "-", "1.200 [1.100, 1.300]"),
+        ("slower", "0", "eagle3/chain_k3", "2.000 [1.900, 2.100]", "-", "-", "0.900 [0.800, 1.000]"),
+        ("", "0", "plain", "-", "-", "50.000 [49.000, 51.000]", "-"),
+        ("", "1", "eagle3/chain_k3", "-", "0.5", "-", "-"),
+    ]
+    compare = tmp_path / "outputs" / "compare"
+    merge_results(compare / "results.json", header, metrics)
+    (compare / "compare.png").write_bytes(b"bars")
+    page = write_report(folder)[-1].read_text()
+    assert table in page and base64.b64encode(b"bars").decode() in page
+    assert find_outputs(None, tmp_path / "outputs") == folder  # a comparison is no run, though it is newer
+    merge_results(compare / "results.json", {**header, "target": {"name": "another"}}, metrics, overwrite=True)
+    assert "No outputs/compare of this target" in write_report(folder)[-1].read_text()
 
 
 def test_a_foreign_page_of_generations_is_refused():

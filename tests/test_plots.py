@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from eval.plots import (
-    _smooth,
+from eval.decode_plots import (
     acceptance_by_depth,
     alpha_by_depth,
     by_temperature,
     plot_acceptance_by_depth,
     plot_alpha_by_depth,
     plot_by_temperature,
-    plot_run,
-    read_metrics_csv,
 )
+from eval.html_report import plot_run, snapshot_curves
+from eval.plots import _smooth, read_metrics_csv
+from eval.results import Metric, merge_results
 from models.errors import UserError
 
 
@@ -122,10 +122,31 @@ def test_a_depth_never_reached_has_no_point():
     assert alpha_by_depth({key: {"value": None, "ci95": [None, None], "n": 0}}) == {}
 
 
-def test_a_run_gives_five_pngs(tmp_path):
-    paths = plot_run(write_csv(tmp_path / "metrics.csv"), make_results(), tmp_path / "out", title="quickstart")
-    names = ["loss.png", "val_alpha.png", "alpha_by_depth.png", "acceptance_by_depth.png", "by_temperature.png"]
-    assert [path.name for path in paths] == names
+def write_snapshot(folder: Path, *, tau: float, target: str = "t", method: str = "chain_k4") -> None:
+    header = {"command": "c", "git_sha": "g", "device": "cpu", "dtype": "float32", "versions": {}, "data": {}}
+    header |= {"target": {"name": target}, "draft": {"name": folder.name}}
+    metrics = {f"tau/{name}/T0/{method}": Metric(tau, (tau - 0.1, tau + 0.2), 9) for name in ("all", "gsm8k")}
+    merge_results(folder / "results.json", header, metrics)
+
+
+def test_snapshots_make_a_curve_where_there_are_two(tmp_path):
+    write_snapshot(tmp_path / "mine-step-001000", tau=1.75)
+    write_snapshot(tmp_path / "mine-step-000500", tau=1.5)
+    write_snapshot(tmp_path / "mine-step-000500", tau=1.5, method="chain_k7")
+    write_snapshot(tmp_path / "mine-step-002000", tau=2.0, target="another")
+    write_snapshot(tmp_path / "mine-too-step-000500", tau=3.0)
+    curves = snapshot_curves(tmp_path / "mine", {"name": "t"})
+    assert curves == {"chain_k4, T = 0": [(500, 1.5, 1.4, 1.7), (1000, 1.75, 1.65, 1.95)]}
+
+
+def test_a_run_gives_six_pngs(tmp_path):
+    write_snapshot(tmp_path / "mine-step-000500", tau=1.5)
+    write_snapshot(tmp_path / "mine-step-001000", tau=1.75)
+    (tmp_path / "mine").mkdir()
+    write_csv(tmp_path / "mine" / "metrics.csv")
+    paths = plot_run(tmp_path / "mine", {**make_results(), "target": {"name": "t"}}, title="quickstart")
+    names = ["loss", "val_alpha", "snapshots", "by_temperature", "acceptance_by_depth", "alpha_by_depth"]
+    assert [path.stem for path in paths] == names
     for path in paths:
         width, height = png_size(path)
         assert width >= 800 and height >= 500
@@ -152,7 +173,7 @@ def test_many_methods_are_told_apart(tmp_path, monkeypatch):
 
 
 def test_without_files_there_is_nothing_to_plot(tmp_path):
-    assert plot_run(tmp_path / "none.csv", {"metrics": {}}, tmp_path, title="x") == []
+    assert plot_run(tmp_path / "none", {"metrics": {}, "target": {}}, title="x") == []
     with pytest.raises(UserError, match=r"eval\.decode"):
         plot_alpha_by_depth({}, tmp_path / "x.png", title="x")
     for plot in (plot_acceptance_by_depth, plot_by_temperature):
