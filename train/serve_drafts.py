@@ -35,7 +35,7 @@ SHARED = [
     "trainer.log_every_steps=20", "trainer.checkpoint_every_minutes=60", "alpha.temperatures=[0.0,1.0]",
 ]  # fmt: skip
 KINDS = {  # overrides of train.distill
-    "eagle3": ["draft=eagle3", "draft.simulation.steps=3", "optim=muon", "trainer.max_steps=120"],
+    "eagle3": ["draft=eagle3", "draft.simulation.steps=3", "optim=muon", "trainer.max_steps=45"],
     "eagle1": ["draft=eagle1", "optim=muon", "trainer.max_steps=150"],
     "gpt2": ["draft=gpt2_30m", "draft.n_layer=2", "trainer.max_steps=120"],
 }
