@@ -13,7 +13,7 @@ from eval.results import Metric
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str | None = None) -> None:
     """A table on stdout: the first column left, figures right. Nothing is cut off where the output is no terminal."""
-    table = Table(title=title, title_justify="left", caption=note, caption_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
@@ -21,7 +21,11 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
+    told = {"style": "italic", "soft_wrap": True, "markup": False, "highlight": False}
+    console.print(title, **told)  # a table's own title would be broken to its width
     console.print(table)
+    if note:
+        console.print(note, **told)
 
 
 DECODE_COLUMNS = ("alpha", "tau", "nodes", "plain tok/s", "spec tok/s", "speed-up", "predicted")
