@@ -55,6 +55,7 @@ class Drafter(Protocol):
         """The target accepted these nodes (A,) and put `next_token` behind them. Also called after a plain step.
 
         features (A+1, ...): of the root and the accepted nodes, which the target has now read for good.
+        A drafter whose trees have tokens beside them also has `observe(logits)`, called before: (E, V) behind those.
         """
 
 

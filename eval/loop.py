@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eval.drafters import DRAFT_SAMPLING, Clock, Drafter, NoDraft, best_token, make_drafter
+from eval.lookahead import LookaheadDrafter
+from eval.ngram import NgramDrafter
 from eval.tree import Tree, TreeShape, tree_mask
 from eval.verification import TreeVerdict, verify_chain, verify_greedy, verify_tree, verify_tree_greedy
 from models.eagle import EagleHead, check_fits
@@ -111,7 +113,7 @@ def speculative_decode(
     target: as loaded; a bare causal LM will do where the draft reads no taps.
     draft: a causal LM over the same vocabulary, an EAGLE head, None for plain decoding, or any Drafter.
     method: shape of the trees, such as static_3x2x1; default: that of a Drafter that has one, else a chain of
-        `draft_len` tokens.
+        `draft_len` tokens. ngram_n3_k5 and lookahead_w5_n3_g5 run without a draft: a model given is not asked.
     temperature 0 is greedy. top_k, top_p and min_p shape target and draft alike.
     draft_sampling: `probabilistic` or `greedy` (one-hot proposals), for chains at temperature > 0; a tree's children
         are always the draft's best.
@@ -129,8 +131,14 @@ def speculative_decode(
     shape = TreeShape.parse(method) if isinstance(method, str) else method
     shape = shape or getattr(draft, "shape", None) or TreeShape.chain(draft_len)
     vocab_size = real_vocab_size(target)
-    if draft is None:
-        drafter: Drafter = NoDraft()
+    if not shape.needs_draft and (draft is None or isinstance(draft, nn.Module)):
+        drafter: Drafter = NgramDrafter(shape) if shape.kind == "ngram" else LookaheadDrafter(shape)
+    elif draft is None:
+        if method is not None:
+            raise UserError(
+                f"decode.methods={shape}: needs a draft; give one, or use ngram_n3_k5 or lookahead_w5_n3_g5"
+            )
+        drafter = NoDraft()
     elif isinstance(draft, nn.Module):
         if isinstance(draft, PreTrainedModel):
             check_vocabulary(target, draft)
@@ -212,10 +220,16 @@ def decode(
             is_chain = parents == list(range(-1, num_nodes - 1))
 
             start = clock.now()
-            block = torch.cat((sequence[num_tokens - 1 : num_tokens], tree.tokens))[None]  # (1, M+1)
-            output = forward_with_cache(model, block, cache, **({} if is_chain else _tree_arguments(tree, cache)))
-            logits = output.logits[0, :, :vocab_size]  # (M+1, V)
+            block = [sequence[num_tokens - 1 : num_tokens], tree.tokens, *(tree.beside[:1] if tree.beside else ())]
+            is_causal = is_chain and tree.beside is None
+            arguments = {} if is_causal else _tree_arguments(tree, cache, max_positions)
+            output = forward_with_cache(model, torch.cat(block)[None], cache, **arguments)
+            logits, beside_logits = output.logits[0, :, :vocab_size].tensor_split((num_nodes + 1,))  # (M+1, V), (E, V)
             clock.add("target", start)
+            if tree.beside is not None:
+                start = clock.now()
+                drafter.observe(beside_logits)
+                clock.add("draft", start)
 
             path, next_token = _verify(logits, tree, is_chain, params, generator)
             accepted = len(path)
@@ -273,10 +287,15 @@ def capture_features(target: Target | nn.Module, kind: str | None) -> Iterator[C
             handle.remove()
 
 
-def _tree_arguments(tree: Tree, cache: RollbackCache) -> dict[str, Tensor]:
-    """Positions and mask of root and nodes."""
-    depth = torch.cat((tree.depth.new_zeros(1), tree.depth))  # (M+1,)
-    return {"position_ids": (cache.length + depth)[None], "attention_mask": cache.tree_mask(tree_mask(tree))}
+def _tree_arguments(tree: Tree, cache: RollbackCache, max_positions: int) -> dict[str, Tensor]:
+    """Positions and mask of root and nodes, and of the tokens beside them."""
+    depth, visible = torch.cat((tree.depth.new_zeros(1), tree.depth)), tree_mask(tree)  # (M+1,), (M+1, M+1)
+    if tree.beside is not None:
+        # a guess may stand beyond the target's last position: a wrong place harms no text
+        depth = torch.cat((depth, tree.beside.depth)).clamp_max(max_positions - 1 - cache.length)
+        num_verified, visible = len(visible), torch.block_diag(visible, tree.beside.visible)
+        visible[num_verified:, 0] = True
+    return {"position_ids": (cache.length + depth)[None], "attention_mask": cache.tree_mask(visible)}
 
 
 def _verify(

@@ -7,11 +7,15 @@ before its children and a better child before a worse one. A chain is a tree in 
     static_3x2x1         the 3 best tokens behind the root, the 2 best behind each of them, then the best one each
     dynamic_d5_k10_n60   EAGLE-2 (Li et al. 2024, arXiv:2406.16858): 5 levels; of each level the 10 most probable nodes
                          are given their 10 best children; of all nodes the 60 most probable are kept
+    ngram_n3_k5          prompt lookup (eval/ngram.py), no draft: a chain of the 5 tokens that followed the last 3, or
+                         2, or 1, where they stood before
+    lookahead_w5_n3_g5   lookahead decoding (eval/lookahead.py), no draft: a window of 5 columns collects 3-grams; up
+                         to 5 of them behind the root are a tree
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -24,6 +28,14 @@ from models.errors import UserError
 MAX_NODES = 1024  # one target forward reads them all
 
 
+class Beside(NamedTuple):
+    """E tokens that the target reads behind a tree for the drafter's sake; they are never accepted, nor counted."""
+
+    tokens: Tensor  # (E,)
+    depth: Tensor  # (E,) places behind the root
+    visible: Tensor  # (E, E) bool: which of one another they see; all see the root, none sees the tree
+
+
 class Tree(NamedTuple):
     """M drafted tokens; the root is not among them. M = 0: nothing drafted."""
 
@@ -32,6 +44,7 @@ class Tree(NamedTuple):
     depth: Tensor  # (M,) int64, 1 for a child of the root
     probs: Tensor | None = None  # (M, V) fp32 what each token was *drawn from*; None: each was certain (one-hot)
     mask: Tensor | None = None  # (M+1, M+1) tree_mask, where the builder knows it
+    beside: Beside | None = None
 
     @classmethod
     def chain(cls, tokens: Tensor, probs: Tensor | None = None) -> "Tree":  # (K,), (K, V)
@@ -51,11 +64,14 @@ class Tree(NamedTuple):
 class TreeShape:
     """What a drafter is asked for. The name that `str` gives is the method in configs and results."""
 
-    kind: str  # chain, static or dynamic
+    kind: str  # chain, static, dynamic, ngram or lookahead
     depth: int
     children: tuple[int, ...] = ()  # static: children of every node at depth 0, 1, ...
     top_k: int = 0  # dynamic: nodes expanded at each depth, and children of each
     total_tokens: int = 0  # dynamic: nodes kept
+    ngram: int = 0  # ngram: the longest ending looked for; lookahead: tokens of an n-gram, one more than drafted
+    window: int = 0  # lookahead: columns of the window
+    pool: int = 0  # lookahead: n-grams kept, and drafted, behind one token
 
     @classmethod
     def parse(cls, name: str) -> "TreeShape":
@@ -68,9 +84,17 @@ class TreeShape:
         elif match := re.fullmatch(r"dynamic_d([1-9]\d*)_k([1-9]\d*)_n([1-9]\d*)", name):
             depth, top_k, total_tokens = map(int, match.groups())
             shape = cls("dynamic", depth, top_k=top_k, total_tokens=total_tokens)
+        elif match := re.fullmatch(r"ngram_n([1-9]\d*)_k([1-9]\d*)", name):
+            shape = cls("ngram", int(match[2]), ngram=int(match[1]))
+        elif match := re.fullmatch(r"lookahead_w([1-9]\d*)_n([1-9]\d*)_g([1-9]\d*)", name):
+            window, ngram, pool = map(int, match.groups())
+            if ngram < 3:
+                raise UserError(f"decode.methods={name}: a window needs n-grams of 3 tokens or more; use n3")
+            shape = cls("lookahead", ngram - 1, ngram=ngram, window=window, pool=pool)
         else:
             raise UserError(
-                f"decode.methods={name}: no such method; use for example chain_k5, static_3x2x1 or dynamic_d5_k10_n60"
+                f"decode.methods={name}: no such method; use for example chain_k5, static_3x2x1, dynamic_d5_k10_n60, "
+                "ngram_n3_k5 or lookahead_w5_n3_g5"
             )
         if max(shape.num_nodes, shape.num_expanded) > MAX_NODES:
             raise UserError(f"decode.methods={name}: a tree of more than {MAX_NODES} nodes; use a smaller one")
@@ -85,13 +109,24 @@ class TreeShape:
             return f"chain_k{self.depth}"
         if self.kind == "static":
             return f"static_{'x'.join(map(str, self.children))}"
+        if self.kind == "ngram":
+            return f"ngram_n{self.ngram}_k{self.depth}"
+        if self.kind == "lookahead":
+            return f"lookahead_w{self.window}_n{self.ngram}_g{self.pool}"
         return f"dynamic_d{self.depth}_k{self.top_k}_n{self.total_tokens}"
 
     @property
+    def needs_draft(self) -> bool:
+        """Whether a draft model or head grows such trees."""
+        return self.kind not in ("ngram", "lookahead")
+
+    @property
     def num_nodes(self) -> int:
-        """The most nodes a tree of this shape has."""
-        if self.kind == "chain":
+        """The most nodes a tree of this shape has, with the tokens beside it: what a target forward reads at most."""
+        if self.kind in ("chain", "ngram"):
             return self.depth
+        if self.kind == "lookahead":
+            return self.pool * self.depth + self.window * (self.ngram - 1) - 1
         if self.kind == "static":
             return sum(prod(self.children[: d + 1]) for d in range(self.depth))
         return min(self.total_tokens, self.top_k + (self.depth - 1) * self.top_k**2)
@@ -99,6 +134,8 @@ class TreeShape:
     @property
     def num_expanded(self) -> int:
         """The most nodes a drafter reads to grow a tree of this shape: all but those of the last level."""
+        if not self.needs_draft:
+            return 0
         if self.kind == "dynamic":
             return (self.depth - 1) * self.top_k
         return self.cut(self.depth - 1).num_nodes if self.depth > 1 else 0
@@ -108,7 +145,7 @@ class TreeShape:
         assert depth >= 1, depth
         if depth >= self.depth:
             return self
-        return TreeShape(self.kind, depth, self.children[:depth], self.top_k, self.total_tokens)
+        return replace(self, depth=depth, children=self.children[:depth])
 
 
 def tree_mask(tree: Tree) -> Tensor:  # (M+1, M+1) bool
