@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from data.progress import ProgressBar
 from eval.entry import entry
+from eval.fallback import make_fallback
 from eval.html_report import write_report
 from eval.html_view import ROUNDS_DRAWN, html_view, shown_prompts
 from eval.loop import DecodeResult, check_vocabulary, speculative_decode
@@ -77,10 +78,19 @@ def prompt_seed(prompt: Prompt, seed: int) -> int:
 
 
 def method_name(
-    method: str, draft_sampling: str, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    method: str,
+    draft_sampling: str,
+    temperature: float,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    fallback: str = "never",
 ) -> str:
-    """chain_k4, chain_k4_greedy_draft, chain_k4_top_p0.9: what changes the figures of a set and temperature. Filtered
-    figures never take the place of unfiltered ones; greedy decoding is the same under every filter."""
+    """chain_k4, chain_k4_auto, chain_k4_greedy_draft, chain_k4_top_p0.9: what changes the figures of a set and
+    temperature. Filtered figures never take the place of unfiltered ones; greedy decoding is the same under every
+    filter."""
+    method += "_auto" if fallback == "auto" else ""
     if temperature == 0:
         return method
     method += "_greedy_draft" if draft_sampling == "greedy" else ""
@@ -90,14 +100,14 @@ def method_name(
 
 
 def methods_at(
-    temperature: float, methods: Sequence[str], draft_sampling: Sequence[str], **filters: float
+    temperature: float, methods: Sequence[str], draft_sampling: Sequence[str], **naming: Any
 ) -> list[Method]:
     """What is decoded at a temperature: above 0 a chain once for each way of drafting; a tree's tokens are certain."""
     found = []
     for shape in map(TreeShape.parse, methods):
         is_drawn = temperature > 0 and shape.kind == "chain"
         for kind in draft_sampling if is_drawn else ["probabilistic"]:
-            found.append(Method(temperature, method_name(str(shape), kind, temperature, **filters), shape, kind))
+            found.append(Method(temperature, method_name(str(shape), kind, temperature, **naming), shape, kind))
     return found
 
 
@@ -114,6 +124,7 @@ def decode_trials(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    fallback: str = "never",
     seed: int = 0,
 ) -> Trials:
     """Decode every prompt plainly and by each method, interleaved. Shapes are fixed: no early stop, no schedule.
@@ -132,12 +143,14 @@ def decode_trials(
             max_new_tokens=length,
             seed=prompt_seed(prompt, seed),
             record_trees=num_trees,
+            fallback=fallback,
             **filters,
             **of_method,
         )
 
     runs: dict[float, list[Method | None]] = {
-        t: [*([None] if plain else []), *methods_at(t, methods, draft_sampling, **filters)] for t in temperatures
+        t: [*([None] if plain else []), *methods_at(t, methods, draft_sampling, fallback=fallback, **filters)]
+        for t in temperatures
     }
     for temperature, of_temperature in runs.items():
         for method in of_temperature:
@@ -247,6 +260,9 @@ def decode_pair(
     fallback = sum(trial.ours.fallback_steps for of_method in trials.values() for trial in of_method)
     if fallback:
         print(f"decode: {fallback} plain steps where the draft's or the target's positions ran out (not in alpha)")
+    paused = sum(trial.ours.paused_steps for of_method in trials.values() for trial in of_method)
+    if paused:
+        print(f"decode: {paused} plain steps by decode.fallback=auto (in tau, not in alpha)")
     for path in written:
         print(path)
     return metrics
@@ -256,7 +272,7 @@ def check_decode(decode: Mapping[str, Any]) -> None:
     """Raises UserError, naming the key, before anything is loaded or decoded."""
     known = {
         "sets", "num_prompts", "methods", "temperatures", "draft_sampling", "plain", "max_new_tokens", "top_k", "top_p",
-        "min_p", "seed",
+        "min_p", "fallback", "seed",
     }  # fmt: skip
     for key in decode:
         if key not in known:
@@ -272,6 +288,7 @@ def check_decode(decode: Mapping[str, Any]) -> None:
     for kind in decode["draft_sampling"]:
         if kind not in ("probabilistic", "greedy"):
             raise UserError(f"decode.draft_sampling={kind}: unknown; use probabilistic or greedy")
+    make_fallback(decode["fallback"])
     if decode["max_new_tokens"] < 1:
         raise UserError(f"decode.max_new_tokens={decode['max_new_tokens']}: must be 1 or more")
     load_prompts(decode["sets"], byte_tokenizer(), num_prompts=decode["num_prompts"])

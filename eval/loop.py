@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eval.drafters import DRAFT_SAMPLING, Clock, Drafter, NoDraft, best_token, make_drafter
+from eval.fallback import Fallback, make_fallback
 from eval.lookahead import LookaheadDrafter
 from eval.ngram import NgramDrafter
 from eval.tree import Tree, TreeShape, tree_mask
@@ -61,6 +62,7 @@ class DecodeResult:
     finish_reason: str  # eos, length (max_new_tokens) or positions (the target's limit)
     rounds: list[Round] = field(default_factory=list)
     fallback_steps: int = 0  # rounds in which the draft could not draft (its positions, or the target's, ran out)
+    paused_steps: int = 0  # plain steps because speculation gained nothing, or to time them (fallback=auto)
     wall_s: float = 0.0
     prefill_s: float = 0.0  # target and draft
     target_s: float = 0.0  # the rounds' target forwards
@@ -104,6 +106,7 @@ def speculative_decode(
     draft_sampling: str = "probabilistic",
     max_new_tokens: int = 128,
     eos_token_ids: Sequence[int] | None = None,
+    fallback: str | Fallback = "never",
     seed: int = 0,
     record_trees: int = 0,
     **unsupported_filters: float,
@@ -118,6 +121,7 @@ def speculative_decode(
     draft_sampling: `probabilistic` or `greedy` (one-hot proposals), for chains at temperature > 0; a tree's children
         are always the draft's best.
     eos_token_ids: default the target's own; () to run to max_new_tokens.
+    fallback: `never` or `auto` (eval/fallback.py): plain steps while speculation gains nothing.
     record_trees: so many rounds are kept in `trees`.
     Raises UserError: an unsupported filter, an empty prompt, one longer than the target's positions, or a draft whose
     vocabulary differs.
@@ -128,6 +132,7 @@ def speculative_decode(
     for name, value in (("draft_len", draft_len), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise UserError(f"{name}={value}: must be 1 or more")
+    rule = make_fallback(fallback)
     shape = TreeShape.parse(method) if isinstance(method, str) else method
     shape = shape or getattr(draft, "shape", None) or TreeShape.chain(draft_len)
     vocab_size = real_vocab_size(target)
@@ -159,6 +164,7 @@ def speculative_decode(
         shape=shape,
         max_new_tokens=max_new_tokens,
         eos_token_ids=frozenset(eos_token_ids),
+        fallback=None if isinstance(drafter, NoDraft) else rule,
         generator=torch.Generator(model.device).manual_seed(seed),
         record_trees=record_trees,
     )
@@ -176,6 +182,7 @@ def decode(
     max_new_tokens: int,
     eos_token_ids: frozenset[int],
     generator: torch.Generator,
+    fallback: Fallback | None = None,
     record_trees: int = 0,
 ) -> DecodeResult:
     """The loop itself; see the top of the file. shape: no tree is deeper, none has more nodes."""
@@ -209,7 +216,10 @@ def decode(
 
         while not result.finish_reason:
             # the root stands at position num_tokens - 1, a node of depth d at num_tokens - 1 + d
-            depth = max(0, min(shape.depth, max_positions - num_tokens, drafter.max_draft_len(num_tokens)))
+            round_start = clock.now()
+            is_paused = fallback is not None and fallback.wants_plain()
+            most = 0 if is_paused else shape.depth
+            depth = max(0, min(most, max_positions - num_tokens, drafter.max_draft_len(num_tokens)))
             tree = Tree.empty(model.device)
             if depth:
                 start = clock.now()
@@ -250,13 +260,16 @@ def decode(
             is_rejected = (path[-1] if path else -1) in parents and kept == len(block_ids)
             deepest = num_nodes if is_chain else _deepest(parents)
             result.rounds.append(Round(num_nodes, accepted_kept + is_rejected, accepted_kept, accepted, deepest))
-            result.fallback_steps += depth == 0 and not isinstance(drafter, NoDraft)
+            result.paused_steps += is_paused
+            result.fallback_steps += depth == 0 and not is_paused and not isinstance(drafter, NoDraft)
             if len(result.trees) < record_trees:
                 root_token, first = result.token_ids[-1], len(result.token_ids)
                 result.trees.append(TreeRecord(root_token, tokens, parents, path, next_token, first))
             result.token_ids += block_ids[:kept]
             result.token_depth += [*range(1, accepted + 1), 0][:kept]
             num_tokens += kept
+            if fallback is not None:
+                fallback.add(len(block_ids), clock.now() - round_start, is_plain=depth == 0)
             result.finish_reason = _finish(result.token_ids, eos_token_ids, max_new_tokens, num_tokens, max_positions)
     result.wall_s = clock.now() - begin
     for name in ("prefill", "target", "draft", "draft_forward"):

@@ -10,6 +10,7 @@ gives all intervals.
     tau_from_depths 1 + sum of cumulative products of alpha_at_depth: above tau_uncut for a tree with branches that
                     end early, as rounds accepted to such an end never reached the next depth
     tree_nodes      drafted tokens a round
+    fallback_steps  plain steps where positions ran out; paused_steps: those of fallback=auto. Both are rounds of tau
     speedup         plain seconds a token / speculative seconds a token, prefill included
     draft_cost      draft seconds a round / plain target step; verify_cost: target seconds a round / plain target step
     predicted_speedup  tau / (verify_cost + draft_cost): that of the rounds, without prefill and loop
@@ -72,6 +73,8 @@ def decode_metrics(trials: Sequence[Trial], *, shape: TreeShape, suffix: str) ->
     repeats = [repeated_4gram_share(t.ours.token_ids) for t in trials]
     metrics[f"repeated_4gram_share/{suffix}"] = Metric.of(bootstrap_ci(repeats), len(repeats))
     metrics[f"fallback_steps/{suffix}"] = Metric(sum(t.ours.fallback_steps for t in trials), None, len(trials))
+    if paused := sum(t.ours.paused_steps for t in trials):
+        metrics[f"paused_steps/{suffix}"] = Metric(paused, None, len(trials))
     return metrics
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from eval.fallback import FALLBACKS
 from models.drafts import build_draft
 from models.eagle import build_eagle
 from models.errors import UserError
@@ -168,6 +169,7 @@ GROUPS: dict[str, dict[str, Rule]] = {
         "top_k": whole(0),
         "top_p": number(lambda v: 0 < v <= 1, "above 0 and at most 1 (off)"),
         "min_p": number(lambda v: 0 <= v < 1, "of at least 0 (off) and below 1"),
+        "fallback": one_of(*FALLBACKS),
         "seed": whole(),
     },
     "alpha": {

@@ -45,6 +45,7 @@ class Tree(NamedTuple):
     probs: Tensor | None = None  # (M, V) fp32 what each token was *drawn from*; None: each was certain (one-hot)
     mask: Tensor | None = None  # (M+1, M+1) tree_mask, where the builder knows it
     beside: Beside | None = None
+    scores: Tensor | None = None  # (M,) dynamic: log-probability of the path to each node, by the draft
 
     @classmethod
     def chain(cls, tokens: Tensor, probs: Tensor | None = None) -> "Tree":  # (K,), (K, V)
@@ -234,7 +235,7 @@ def _grow_dynamic(first: Callable[[int], Candidates], expand: Expand, shape: Tre
     old_parents = torch.cat(parents)[kept]
     new_parents = torch.where(old_parents < 0, -1, torch.searchsorted(kept, old_parents))
     all_depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(tokens, start=1)])
-    tree = Tree(torch.cat(tokens)[kept], new_parents, all_depths[kept])
+    tree = Tree(torch.cat(tokens)[kept], new_parents, all_depths[kept], scores=all_scores[kept])
     return Grown(tree, torch.cat(read_index)[kept])
 
 

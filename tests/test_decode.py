@@ -27,7 +27,8 @@ from tests.test_loop import first_blocks
 DECODE = {
     "sets": ["mt_bench", "gsm8k"], "num_prompts": 2, "max_new_tokens": 12, "temperatures": [0.0, 1.0],
     "methods": ["chain_k3", "static_2x2x1", "dynamic_d3_k2_n5"], "draft_sampling": ["probabilistic", "greedy"],
-    "plain": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0,
+    "plain": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "fallback": "never",
+    "seed": 0,
 }  # fmt: skip
 
 
