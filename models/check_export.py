@@ -103,6 +103,9 @@ def tensor_shapes(head: HeadFolder, engines: set[str]) -> dict[str, Shape]:
     if c.attention_bias:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             shapes[f"{block}self_attn.{name}.bias"] = shapes[f"{block}self_attn.{name}.weight"][:1]
+    if c.model_type == "llama" and c.mlp_bias:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            shapes[f"{block}mlp.{name}.bias"] = shapes[f"{block}mlp.{name}.weight"][:1]
     if head.version == 1:
         shapes["fc.weight"] = (size, 2 * size)
         if engines == {"sglang"} or "LlamaForCausalLMEagle" in (head.config.get("architectures") or []):
@@ -260,6 +263,10 @@ def _check_config(head: HeadFolder, engines: set[str]) -> list[str]:
         problems.append(
             f"num_hidden_layers={c.num_hidden_layers}: engines build that many blocks, a head has 1; set it to 1"
         )
+    if not c.rms_norm_eps > 0:
+        problems.append(f"rms_norm_eps={c.rms_norm_eps}: norms need one above 0; write the training's")
+    if c.hidden_act != "silu":
+        problems.append(f"hidden_act={c.hidden_act}: engines' blocks know silu alone; serve a head that was trained so")
     names = config.get("architectures") or []
     if not head.is_speculators and (wanted := _architecture(head.version, engines)) and wanted not in names:
         who = ENGINES["sglang" if "sglang" in engines else "vllm"]

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.errors import UserError
 
@@ -68,10 +69,17 @@ class HeadFolder:
                 f"{' or '.join(BLOCK_TYPES)}"
             )
         try:
-            return AutoConfig.for_model(block_type, **layer)
+            config = AutoConfig.for_model(block_type, **layer)
         except Exception as error:  # transformers raises many kinds
             told = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise UserError(f"folder={self.path}: config.json cannot be read ({told}); write it again") from None
+        for base in (self.layer.get("rope_theta"), config.rope_parameters["rope_theta"]):
+            if base is not None and not (isinstance(base, int | float) and base > 0):
+                raise UserError(f"folder={self.path}: config.json has rope_theta={base}: it must be a number above 0")
+        rope_type = config.rope_parameters.get("rope_type", "default")
+        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise UserError(f"folder={self.path}: config.json has rope_type={rope_type}, which transformers has not")
+        return config
 
     def flag(self, name: str) -> Any:
         """A field at the top of config.json or in its `eagle_config`, where some put them. None: not written."""
@@ -105,6 +113,8 @@ def read_head_folder(folder: str | Path) -> HeadFolder:
             raise ValueError("it holds no mapping")
     except (OSError, ValueError) as error:
         raise UserError(f"folder={folder}: its config.json cannot be read ({error}); write it again") from None
+    if problem := _kind_problem(config):
+        raise UserError(f"folder={folder}: config.json has {problem}")
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise UserError(f"folder={folder}: no weights there (*.safetensors or pytorch_model.bin); write them again")
@@ -119,6 +129,18 @@ def read_head_folder(folder: str | Path) -> HeadFolder:
             told = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise UserError(f"folder={folder}: {file.name} cannot be read ({told}); write it again") from None
     return HeadFolder(folder, config, tensors)
+
+
+def _kind_problem(config: dict[str, Any]) -> str | None:
+    """The first field that is read here and is of another kind than engines take; null is as good as left out."""
+    for key in ("eagle_config", "transformer_layer_config", "rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key) or {}, dict):
+            return f"{key}={config[key]}: it must be a mapping"
+    for key, of, what in (("architectures", str, "names"), (TAPS_KEY, int, "blocks' numbers")):
+        for value in (config.get(key), (config.get("eagle_config") or {}).get(key)):
+            if not (value is None or (isinstance(value, list) and all(type(item) is of for item in value))):
+                return f"{key}={value}: it must be a list of {what}"
+    return None
 
 
 def plain_name(name: str, version: int) -> str:

@@ -13,6 +13,7 @@ import train.check_export
 from models.check_export import check_folder, looks_drawn
 from models.eagle import EagleHead, build_eagle
 from models.errors import UserError
+from models.import_head import read_head
 from models.target import Target, load_target
 from train.check_export import Row, acceptance_by_shift, shifted_taps
 
@@ -243,6 +244,9 @@ MUTATIONS = {
     "32 blocks": (put(num_hidden_layers=32), r"^num_hidden_layers=32"),
     "a norm that SGLang lacks": (put(norm_before_residual=True), r"^norm_before_residual=true: SGLang"),
     "biases that SGLang lacks": (put(attention_bias=True), r"^attention_bias=true: SGLang"),
+    "biases of the MLP that are not there": (put(mlp_bias=True), r"^midlayer\.mlp\.up_proj\.bias is missing"),
+    "an epsilon below 0": (put(rms_norm_eps=-1.0), r"^rms_norm_eps=-1\.0: norms need one above 0"),
+    "another activation": (put(hidden_act="gelu"), r"^hidden_act=gelu: engines' blocks know silu alone"),
     "another class": (put(architectures=["Eagle3LlamaForCausalLM"]), r"^architectures=.*LlamaForCausalLMEagle3"),
     "few positions": (put(max_position_embeddings=512), r"^max_position_embeddings=512: the target serves 1024"),
     **{
@@ -355,6 +359,40 @@ def test_what_is_no_head_at_all(target: Target, tmp_path: Path) -> None:
     config, tensors = portable(target)
     found = check_folder(write(tmp_path / "type", config | {"model_type": "t5"}, tensors))
     assert len(found) == 1 and "model_type=t5" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({TAPS: "2,4,5"}, "has eagle_aux_hidden_state_layer_ids=2,4,5: it must be a list of blocks' numbers"),
+        ({TAPS: [2.0, 4.0, 5.0]}, "it must be a list of blocks' numbers"),
+        ({"eagle_config": {TAPS: 4}}, "eagle_aux_hidden_state_layer_ids=4: it must be a list"),
+        ({"eagle_config": [1, 3, 4]}, "config.json has eagle_config=[1, 3, 4]: it must be a mapping"),
+        ({"architectures": "LlamaForCausalLMEagle3"}, "Eagle3: it must be a list of names"),
+        ({"rope_scaling": "linear"}, "rope_scaling=linear: it must be a mapping"),
+        ({"rope_theta": "10000"}, "config.json has rope_theta=10000: it must be a number above 0"),
+        ({"rope_theta": -5.0, "rope_parameters": None}, "config.json has rope_theta=-5.0: it must be a number above 0"),
+    ],
+)  # fmt: skip
+def test_fields_of_another_kind_are_told_in_one_line(given: dict, message: str, target: Target, tmp_path: Path) -> None:
+    config, tensors = portable(target)
+    found = lines(target, write(tmp_path / "head", config | given, tensors))
+    assert len(found) == 1 and message in found[0], found
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_head(tmp_path / "head", target)
+
+
+def test_a_scaling_that_nobody_knows(target: Target, tmp_path: Path) -> None:
+    config, tensors = portable(target)
+    rope = {"rope_parameters": {"rope_type": "stretched", "rope_theta": 10000.0}}
+    found = lines(target, write(tmp_path / "head", config | rope, tensors))
+    assert len(found) == 1 and "rope_type=stretched, which transformers has not" in found[0]
+
+
+def test_fields_that_are_null_are_as_good_as_left_out(target: Target, tmp_path: Path) -> None:
+    config, tensors = portable(target)
+    null = dict.fromkeys((TAPS, "eagle_config", "rope_scaling"))
+    assert lines(target, write(tmp_path / "head", config | null, tensors)) == []
 
 
 # --- measured with the target ------------------------------------------------------------------------------------
