@@ -23,7 +23,7 @@ from eval.entry import entry
 from eval.html_report import write_report
 from eval.report import print_metrics
 from eval.results import Metric, make_header, merge_results
-from eval.run import Pair, load_pair
+from eval.run import Pair, load_pair, needs_draft
 from eval.stats import ratio_ci
 from eval.wandb_media import log_to_wandb
 from models.eagle import EagleHead
@@ -342,7 +342,9 @@ def evaluate_pair(
 
 @entry("alpha")
 def main(cfg: DictConfig) -> None:
-    pair = load_pair(cfg, HydraConfig.get().overrides.task)
+    overrides = HydraConfig.get().overrides.task
+    needs_draft(cfg, overrides, "acceptance on held-out text")
+    pair = load_pair(cfg, overrides)
     evaluate_pair(pair, cfg.alpha, seed=cfg.seed, output_root=cfg.output_root, overwrite=cfg.overwrite)
     folder, run_folder = Path(cfg.output_root) / pair.name, pair.run and pair.run.owner
     for path in write_report(folder, run_folder=run_folder):

@@ -1,4 +1,4 @@
-"""The speculative loop against plain decoding: python -m eval.decode [run=NAME | draft=hf draft.id=...]
+"""The speculative loop against plain decoding: python -m eval.decode [run=NAME | draft=hf draft.id=... | draft=none]
 
 1. first turns of the benchmark sets, in the target's chat template
 2. per prompt and temperature: plain decoding and every method in turn (the order alternates), after a warm-up
@@ -31,7 +31,7 @@ from eval.measures import Method, Trial, accepted_histogram, decode_metrics
 from eval.prompts import Prompt, load_prompts, prompts_fingerprint
 from eval.report import DECODE_COLUMNS, decode_row, print_table
 from eval.results import Metric, make_header, merge_results, write_atomic
-from eval.run import Pair, load_pair
+from eval.run import Pair, is_without_draft, load_pair
 from eval.text_view import text_view
 from eval.tree import TreeShape
 from eval.wandb_media import log_to_wandb
@@ -113,7 +113,7 @@ def methods_at(
 
 def decode_trials(
     target: Target,
-    draft: nn.Module,
+    draft: nn.Module | None,
     prompts: Sequence[Prompt],
     *,
     methods: Sequence[str],
@@ -129,6 +129,7 @@ def decode_trials(
 ) -> Trials:
     """Decode every prompt plainly and by each method, interleaved. Shapes are fixed: no early stop, no schedule.
 
+    draft: methods that need none run without it; None where all are of that kind.
     plain: False leaves the plain runs out, and with them all that is compared with them.
     """
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -213,7 +214,7 @@ def decode_pair(
 
     Raises UserError for bad settings and unknown sets.
     """
-    check_decode(decode)
+    check_decode(decode, has_draft=pair.draft is not None)
     options = dict(decode)
     sets, num_prompts = options.pop("sets"), options.pop("num_prompts")
     target, draft = pair.target, pair.draft
@@ -268,7 +269,7 @@ def decode_pair(
     return metrics
 
 
-def check_decode(decode: Mapping[str, Any]) -> None:
+def check_decode(decode: Mapping[str, Any], *, has_draft: bool = True) -> None:
     """Raises UserError, naming the key, before anything is loaded or decoded."""
     known = {
         "sets", "num_prompts", "methods", "temperatures", "draft_sampling", "plain", "max_new_tokens", "top_k", "top_p",
@@ -281,6 +282,11 @@ def check_decode(decode: Mapping[str, Any]) -> None:
         if isinstance(decode[key], str | int | float) or not decode[key]:
             raise UserError(f"decode.{key}={decode[key]}: give a list, for example [{decode[key] or ''}]")
     shapes = [str(TreeShape.parse(name)) for name in decode["methods"]]
+    if needing := [name for name in shapes if TreeShape.parse(name).needs_draft and not has_draft]:
+        raise UserError(
+            f"decode.methods={list(decode['methods'])}: {needing[0]} needs a draft, and draft=none gives none; use "
+            "methods such as ngram_n3_k5 and lookahead_w5_n3_g5"
+        )
     if repeated := {name for name in shapes if shapes.count(name) > 1}:
         raise UserError(f"decode.methods={list(decode['methods'])}: {min(repeated)} stands there twice; leave one out")
     for temperature in decode["temperatures"]:
@@ -365,8 +371,9 @@ def _summary(result: DecodeResult) -> dict[str, Any]:
 @entry("decode")
 def main(cfg: DictConfig) -> None:
     decode = OmegaConf.to_container(cfg.decode, resolve=True)
-    check_decode(decode)
-    pair = load_pair(cfg, HydraConfig.get().overrides.task)
+    overrides = HydraConfig.get().overrides.task
+    check_decode(decode, has_draft=not is_without_draft(cfg, overrides))
+    pair = load_pair(cfg, overrides)
     decode_pair(pair, decode, output_root=cfg.output_root, overwrite=cfg.overwrite)
     log_to_wandb(cfg.logger, Path(cfg.output_root) / pair.name, run_folder=pair.run and pair.run.owner)
 

@@ -1,12 +1,12 @@
 """From decoded prompts to figures. Every figure is a function of per-prompt sums, so that one bootstrap over prompts
 gives all intervals.
 
-    alpha           accepted / judged drafted tokens; chains only
+    alpha           accepted / judged drafted tokens; chains only, those of prompt lookup too
     alpha_at_depth  accepted at depth d / rounds that reached depth d: all before it were accepted, and the draft
                     offered something there
     survival_at_depth  rounds that accepted d tokens or more, before any cut / rounds; tau_uncut is 1 + their sum
     tau             (emitted - 1) / rounds; tau_prompt_mean: mean over prompts; tau_uncut: 1 + accepted_uncut / rounds
-    tau_formula     (1 - alpha^(K+1)) / (1 - alpha); chains only
+    tau_formula     (1 - alpha^(K+1)) / (1 - alpha); chains of K tokens in every round only
     tau_from_depths 1 + sum of cumulative products of alpha_at_depth: above tau_uncut for a tree with branches that
                     end early, as rounds accepted to such an end never reached the next depth
     tree_nodes      drafted tokens a round
@@ -149,7 +149,6 @@ def _figures(shape: TreeShape, *, has_plain: bool) -> dict[str, Callable[[Sums],
     def verify_cost(s: Sums) -> np.ndarray:
         return s["target"] / s["rounds"] / (s["plain_target"] / s["plain_steps"])
 
-    of_chains = {"alpha": alpha, "tau_formula": formula}
     relative_to_plain = {
         "speedup": lambda s: s["plain_seconds"] / s["plain_tokens"] / (s["seconds"] / s["tokens"]),
         "predicted_speedup": lambda s: tau(s) / (verify_cost(s) + draft_cost(s)),
@@ -158,7 +157,8 @@ def _figures(shape: TreeShape, *, has_plain: bool) -> dict[str, Callable[[Sums],
         "plain_tokens_per_s": lambda s: s["plain_tokens"] / s["plain_seconds"],
     }
     return {
-        **(of_chains if shape.kind == "chain" else {}),
+        **({"alpha": alpha} if shape.kind in ("chain", "ngram") else {}),
+        **({"tau_formula": formula} if shape.kind == "chain" else {}),
         **{f"alpha_at_depth/d{depth}": lambda s, depth=depth: at_depth(s, depth) for depth in depths},
         **{
             f"survival_at_depth/d{depth}": lambda s, depth=depth: s[f"survived_{depth}"] / s["rounds"]

@@ -53,10 +53,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a draft, loaded, on one device and in one dtype. `name` is that of the folder of results."""
+    """A target and a draft, loaded, on one device and in one dtype. `name` is that of the folder of results.
+
+    draft: None with draft=none, for methods that need none.
+    """
 
     target: Target
-    draft: PreTrainedModel | EagleHead
+    draft: PreTrainedModel | EagleHead | None
     name: str
     draft_name: str
     config: DictConfig
@@ -68,18 +71,23 @@ class Pair:
 
     @property
     def draft_fingerprint(self) -> dict[str, str]:
-        return {"name": self.draft_name, **draft_fingerprint(self.draft)}
+        return {"name": self.draft_name, **({} if self.draft is None else draft_fingerprint(self.draft))}
 
 
 def load_pair(cfg: DictConfig, overrides: Sequence[str]) -> Pair:
     """The pair that an evaluation is asked for.
 
-    With `draft=...` or `draft.id=...` on the command line: `cfg.target` and that off-the-shelf draft. Otherwise a run
-    (`cfg.run`, by default the newest), its own target and data unless the command line sets them. An experiment whose
-    draft is off the shelf is judged as it is until its run is there.
+    With `draft=...` or `draft.id=...` on the command line: `cfg.target` and that off-the-shelf draft; with `draft=none`
+    the target alone. Otherwise a run (`cfg.run`, by default the newest), its own target and data unless the command
+    line sets them. An experiment whose draft is off the shelf is judged as it is until its run is there.
     The draft runs in the target's dtype, as it does when decoding. Raises UserError (no run, other vocabulary, ...).
     """
     keys = {_override_key(override).split(".")[0] for override in overrides}
+    if is_without_draft(cfg, overrides):
+        target = instantiate(cfg.target)
+        print("draft: none")
+        name = cfg.run if "run" in keys else f"none-for-{Path(target.name).name}"
+        return Pair(target, None, name, "no draft", cfg, None)
     is_untrained = is_off_the_shelf(cfg) and "run" not in keys
     if "draft" in keys or is_untrained:
         if not cfg.draft.get("id"):
@@ -101,6 +109,20 @@ def load_pair(cfg: DictConfig, overrides: Sequence[str]) -> Pair:
     if not is_untrained:  # the experiment's name is for the run that may follow
         name = cfg.run or name
     return Pair(target, draft, run.name if run else name, draft_name, config, run)
+
+
+def is_without_draft(cfg: DictConfig, overrides: Sequence[str]) -> bool:
+    """Whether an evaluation is asked to do without a draft; a run that the command line names has its own."""
+    keys = {_override_key(override).split(".")[0] for override in overrides}
+    return cfg.draft.kind == "none" and ("draft" in keys or "run" not in keys)
+
+
+def needs_draft(cfg: DictConfig, overrides: Sequence[str], what: str) -> None:
+    """Raises UserError where there is none, before anything is loaded."""
+    if is_without_draft(cfg, overrides):
+        raise UserError(
+            f"draft=none: {what} needs a draft; give run=NAME for a trained one, or draft=hf draft.id=NAME_OR_FOLDER"
+        )
 
 
 def is_off_the_shelf(cfg: DictConfig) -> bool:

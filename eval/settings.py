@@ -117,7 +117,7 @@ GROUPS: dict[str, dict[str, Rule]] = {
         "name": optional(TEXT),
     },
     "draft": {
-        "kind": one_of("gpt2", "hf", "eagle3", "eagle1"),
+        "kind": one_of("gpt2", "hf", "eagle3", "eagle1", "none"),
         "n_layer": whole(1),
         "n_head": whole(1),
         "n_embd": whole(1),
@@ -211,7 +211,7 @@ def check_settings(cfg: DictConfig) -> None:
         settings = cfg.get(group)
         if not isinstance(settings, DictConfig):
             raise UserError(f"{group}={settings}: must be a choice of conf/{group}")
-        if "_target_" not in settings:  # else what it builds knows its keys
+        if "_target_" not in settings and settings.get("kind") != "none":  # else what it builds knows its keys
             if unknown := sorted(str(key) for key in settings if key not in rules):
                 raise UserError(f"{group}.{unknown[0]}: unknown key; the keys are {', '.join(rules)}")
             if missing := [key for key in rules if key not in settings]:

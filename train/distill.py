@@ -235,6 +235,8 @@ def is_head(cfg: DictConfig) -> bool:
 
 def check_head(cfg: DictConfig) -> None:
     """A head's needs, told before anything is loaded; its own keys are checked by eval/settings.py."""
+    if cfg.draft.kind == "none":
+        raise UserError("draft=none: nothing to train; use draft=gpt2_30m, or draft=eagle3 for a head")
     if is_head(cfg) and cfg.cache.signal != "hidden":
         raise UserError(f"cache.signal={cfg.cache.signal}: draft={cfg.draft.kind} learns from cache=hidden; set it so")
     if not is_head(cfg):

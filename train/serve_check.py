@@ -37,7 +37,7 @@ from eval.measures import Method
 from eval.prompts import Prompt, load_prompts, prompt_ids, prompts_fingerprint
 from eval.report import print_table
 from eval.results import Metric, make_header, merge_results, write_atomic
-from eval.run import Pair, draft_fingerprint, load_for, load_pair
+from eval.run import Pair, draft_fingerprint, load_for, load_pair, needs_draft
 from models.errors import UserError
 from models.servable import kind_of
 from models.target import Target
@@ -221,6 +221,7 @@ def check_run(cfg: DictConfig, overrides: Sequence[str]) -> tuple[list[str], dic
     """As `check_over_fitted`, for the draft of a run on real prompts; figures go into outputs/<run>/results.json."""
     decode = OmegaConf.to_container(cfg.decode, resolve=True)
     check_settings(decode)
+    needs_draft(cfg, overrides, "the serving check")
     pair = load_pair(cfg, overrides)
     target, draft = pair.target, pair.draft
     prompts = prompts_of(cfg, target)
