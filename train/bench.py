@@ -2,7 +2,8 @@
 
 1. cache_vs_forward: writing a cache against the bare target forward
 2. loop_overhead: the decode loop outside its forwards
-3. plain_vs_generate: our plain decoding, the base of every speed-up, against transformers' `generate`
+3. plain_vs_generate: our plain decoding, the base of every speed-up, against transformers' `generate`; plain_vs_vllm:
+   against vLLM's, where `make setup-vllm` installed it
 4. draft_step_vs_plain: the draft's training step against a plain transformers + torch loop, fp32 and bf16
 5. chunked_loss_peak_gb: memory of the fused loss, and its difference to the plain one
 6. eagle3_step_vs_speculators: the EAGLE-3 training step against that library's, where `make setup-peer` installed it,
@@ -28,6 +29,8 @@ from models.target import Target
 from train.measure import cache_vs_forward, chunked_loss_peak, loop_overhead, plain_vs_generate
 from train.measure_eagle import PEER_PYTHON, PeerError, StepCase, chat_case, eagle_step, peer_versions, supervised_case
 from train.measure_step import draft_step_vs_plain
+from train.measure_vllm import plain_vs_vllm
+from train.serving import VLLM_PYTHON, ServingError
 from train.step_flops import HeadShape
 
 GOALS = {  # what `make bench` is expected to show
@@ -35,6 +38,7 @@ GOALS = {  # what `make bench` is expected to show
     "loop_overhead/greedy": ("<=", 0.10),
     "loop_overhead/T1": ("<=", 0.10),
     "plain_vs_generate": (">=", 1.0),
+    "plain_vs_vllm": (">=", 1.0),
     "draft_step_vs_plain/fp32": (">=", 1.0),
     "draft_step_vs_plain/bf16": (">=", 1.0),
     "chunked_loss_peak_gb": ("<=", 0.5),
@@ -73,6 +77,7 @@ def run_bench(
         ),
         ("decode loop", lambda: loop_overhead(target, draft, max_new_tokens=8 if quick else 48)),
         ("plain decoding", lambda: plain_vs_generate(target, max_new_tokens=8 if quick else 48)),
+        *([] if quick else [("plain decoding beside vLLM", lambda: vllm_speed(target, work_dir=work_dir))]),
         *(
             (f"training step, {precision}", lambda p=precision: _step(p, target.device, steps))
             for precision in ("fp32", "bf16")
@@ -118,6 +123,18 @@ def eagle_steps(case: StepCase, shape: HeadShape, *, quick: bool = False) -> dic
         except PeerError as error:
             print(f"bench: no comparison for {case.name}: {error}", flush=True)
     return eagle_step(case, shape, product_sizes=sizes)
+
+
+def vllm_speed(target: Target, *, work_dir: Path) -> dict[str, Metric]:
+    """Nothing, and one line, without vLLM's environment or where it fails."""
+    if not VLLM_PYTHON.is_file():
+        print("bench: plain_vs_vllm not measured, vLLM is not installed (make setup-vllm adds it)", flush=True)
+        return {}
+    try:
+        return plain_vs_vllm(target, work_dir=work_dir)
+    except ServingError as error:
+        print(f"bench: plain_vs_vllm not measured: {error}", flush=True)
+        return {}
 
 
 def _step(precision: str, device: torch.device, sizes: dict[str, int]) -> dict[str, Metric]:

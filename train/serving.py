@@ -1,6 +1,7 @@
 """vLLM on this machine, in an environment of its own (`make setup-vllm`), as child processes.
 
     generate       one engine: the ids and counters of every prompt (train/serve_client.py)
+    engine_turns   one engine that waits for its turns beside our own loop, to compare speeds (train/serve_turns.py)
     openai_server  the OpenAI-compatible server, its chat endpoint and its /metrics
 
 Engines are eager and read prompts one at a time, without a cache of prefixes: as little as can be differs from our own
@@ -17,8 +18,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from models.target import Target
 REPOSITORY = Path(__file__).parents[1]
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 CLIENT = Path(__file__).with_name("serve_client.py")
+TURNS = Path(__file__).with_name("serve_turns.py")
 START_LIMIT_S = 600  # until a server is ready; 22 s on a quiet machine
 ENGINE_LIMIT_S = 3600
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "float16"}
@@ -129,22 +131,12 @@ def generate(
     """Texts of the prompts by one vLLM engine, each with its counts. Raises ServingError with the end of its log."""
     job = {
         "engine": {
-            "model": model,
-            "dtype": DTYPES[dtype],
-            "max_model_len": max_model_len,
+            **_engine(model, dtype, max_model_len),
             "seed": seed,
-            "max_num_seqs": 1,
             "enforce_eager": True,
-            "enable_prefix_caching": False,
             "speculative_config": draft and draft.config(),
         },
-        "sampling": {
-            "temperature": temperature,
-            "max_tokens": max_new_tokens,
-            "stop_token_ids": list(stop_ids),
-            "ignore_eos": True,  # ours are among stop_token_ids
-            "detokenize": False,
-        },
+        "sampling": _sampling(temperature, max_new_tokens, stop_ids),
         "prompts": [list(ids) for ids in prompts],
     }
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -158,6 +150,65 @@ def generate(
         result = json.loads(reply.read_text())
     num_positions = draft.draft_len if draft else 0
     return [Served(each["token_ids"], _counts(each, num_positions)) for each in result["prompts"]]
+
+
+@contextmanager
+def engine_turns(
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_new_tokens: int,
+    enforce_eager: bool,
+    log: Path,
+) -> Iterator[Callable[[int], dict[str, Any]]]:
+    """A greedy engine that lives as long as the block. Yields a function: prompt number -> its seconds and token_ids.
+
+    Texts run to max_new_tokens. Raises ServingError with the end of the log where the engine dies.
+    """
+    job = {
+        "engine": {**_engine(model, dtype, max_model_len), "enforce_eager": enforce_eager},
+        "sampling": _sampling(0.0, max_new_tokens, ()),
+        "prompts": [list(ids) for ids in prompts],
+    }
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        request = Path(name) / "job.json"
+        request.write_text(json.dumps(job))
+        with _process([str(TURNS), str(request)], model, log, by_pipes=True) as process:
+
+            def answer() -> dict[str, Any]:
+                line = process.stdout.readline()
+                if not line:
+                    raise ServingError(f"vLLM ended with exit code {process.wait()}; {_tail(log)}")
+                return json.loads(line)
+
+            def turn(number: int) -> dict[str, Any]:
+                with suppress(BrokenPipeError):  # the missing answer says it better
+                    print(number, file=process.stdin, flush=True)
+                return answer()
+
+            assert answer()["ready"]
+            yield turn
+
+
+def _engine(model: str, dtype: torch.dtype, max_model_len: int) -> dict[str, Any]:
+    """One prompt at a time, nothing remembered of the one before."""
+    return {
+        "model": model, "dtype": DTYPES[dtype], "max_model_len": max_model_len, "max_num_seqs": 1,
+        "enable_prefix_caching": False,
+    }  # fmt: skip
+
+
+def _sampling(temperature: float, max_new_tokens: int, stop_ids: Sequence[int]) -> dict[str, Any]:
+    return {
+        "temperature": temperature,
+        "max_tokens": max_new_tokens,
+        "stop_token_ids": list(stop_ids),
+        "ignore_eos": True,  # ours are among stop_token_ids
+        "detokenize": False,
+    }
 
 
 def _counts(each: Mapping[str, Any], num_positions: int) -> Counts:
@@ -219,8 +270,11 @@ def parse_counters(text: str, draft_len: int) -> Counts:
 
 
 @contextmanager
-def _process(arguments: list[str], model: str, log: Path) -> Iterator[subprocess.Popen]:
-    """vLLM's Python in a process group of its own, which ends with the block; what it writes goes to `log`."""
+def _process(arguments: list[str], model: str, log: Path, *, by_pipes: bool = False) -> Iterator[subprocess.Popen]:
+    """vLLM's Python in a process group of its own, which ends with the block; what it writes goes to `log`.
+
+    by_pipes: its stdin and stdout are ours.
+    """
     env = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),  # GiB
@@ -233,10 +287,14 @@ def _process(arguments: list[str], model: str, log: Path) -> Iterator[subprocess
         env["HF_HUB_OFFLINE"] = "1"
     with log.open("w") as output:
         command = [str(VLLM_PYTHON), *arguments]
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True} if by_pipes else {"stdout": output}
+        process = subprocess.Popen(command, env=env, stderr=output, start_new_session=True, **pipes)
         try:
             yield process
         finally:
+            for stream in filter(None, (process.stdin, process.stdout)):
+                with suppress(BrokenPipeError):
+                    stream.close()
             for number in (signal.SIGTERM, signal.SIGKILL):
                 try:
                     os.killpg(process.pid, number)
