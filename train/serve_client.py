@@ -46,6 +46,26 @@ def difference(after: dict, before: dict) -> dict:
     }
 
 
+def repair_expand() -> None:
+    """Let `expand_batch_to_tokens` do on a CPU what its docstring says.
+
+    vLLM 0.32.0's kernel for CPUs writes into an integer copy of a float output, which is lost: above temperature 0 the
+    target's logits of drafted tokens are divided by uninitialised memory, and next to nothing is accepted.
+    """
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):  # (B,), (B,) -> (N,)
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        expanded = x.repeat_interleave(counts)
+        assert len(expanded) == num_tokens, (len(expanded), num_tokens)
+        return expanded.masked_fill(expanded == replace_from, replace_to)
+
+    if current_platform.is_cpu():
+        rejection_sampler.expand_batch_to_tokens = expand
+
+
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM, SamplingParams  # here, so that a child process of the engine does not import it twice
@@ -77,5 +97,7 @@ def _is_installed(name: str) -> bool:
     return True
 
 
+if __name__ in ("__main__", "__mp_main__"):  # the engine samples in a process that it spawns
+    repair_expand()
 if __name__ == "__main__":
     main()
