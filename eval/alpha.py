@@ -28,6 +28,7 @@ from eval.stats import ratio_ci
 from eval.wandb_media import log_to_wandb
 from models.eagle import EagleHead
 from models.errors import UserError
+from models.medusa import MedusaHeads
 from models.target import Target
 
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
@@ -97,7 +98,7 @@ def token_kl_and_entropy(
 @torch.no_grad()
 def evaluate_alpha(
     target: Target,
-    draft: PreTrainedModel | EagleHead | Target,
+    draft: PreTrainedModel | EagleHead | MedusaHeads | Target,
     rows: Rows,
     *,
     temperatures: Sequence[float] = TEMPERATURES,
@@ -118,6 +119,8 @@ def evaluate_alpha(
     """
     if isinstance(draft, EagleHead):
         reader: Reader = HeadReader(target, draft)
+    elif isinstance(draft, MedusaHeads):
+        reader = MedusaReader(target, draft)
     else:
         reader = ModelReader(target, draft)
     limit = min(target.max_positions, reader.max_positions)
@@ -192,6 +195,22 @@ class HeadReader:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head.logits(hidden)
+
+
+class MedusaReader:
+    """Medusa's first head reads the target's state of slot p and predicts x[p+2]; counted as an EAGLE head's slots."""
+
+    def __init__(self, target: Target, heads: MedusaHeads):
+        self.target, self.heads, self.max_positions = target, heads, target.max_positions
+        self.draft_ids = heads.draft_vocab
+
+    def read(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        hidden = self.target.states(input_ids).final_hidden  # (B, T, D)
+        row, slot = (mask[:, :-1] & mask[:, 1:]).nonzero(as_tuple=True)  # (N,), (N,)
+        return row, slot + 1, hidden[row, slot + 1], self.heads(hidden[row, slot], 1)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.heads.logits(hidden[None])[0]
 
 
 def _token_values(

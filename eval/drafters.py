@@ -16,6 +16,7 @@ from eval.tree import Candidates, Level, Tree, TreeShape, grow
 from models.eagle import EagleHead
 from models.errors import UserError
 from models.kv_cache import RollbackCache, forward_with_cache
+from models.medusa import MedusaHeads
 from models.sampling import SamplingParams, filtered_probs, sample
 
 DRAFT_SAMPLING = ("probabilistic", "greedy")
@@ -82,8 +83,12 @@ class NoDraft:
 def make_drafter(
     draft: nn.Module, shape: TreeShape, *, vocab_size: int, params: SamplingParams, draft_sampling: str
 ) -> Drafter:
-    """The drafter that draws trees of this shape from a causal LM or an EAGLE head."""
+    """The drafter that draws trees of this shape from a causal LM, an EAGLE head or Medusa heads."""
     options = {"vocab_size": vocab_size, "params": params}
+    if isinstance(draft, MedusaHeads):
+        from eval.medusa_drafter import MedusaDrafter  # it builds on this module
+
+        return MedusaDrafter(draft, shape, draft_sampling=draft_sampling, **options)
     if isinstance(draft, EagleHead):
         return EagleDrafter(draft, shape, draft_sampling=draft_sampling, **options)
     if shape.kind == "chain":

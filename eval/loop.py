@@ -23,9 +23,10 @@ from eval.lookahead import LookaheadDrafter
 from eval.ngram import NgramDrafter
 from eval.tree import Tree, TreeShape, tree_mask
 from eval.verification import TreeVerdict, verify_chain, verify_greedy, verify_tree, verify_tree_greedy
-from models.eagle import EagleHead, check_fits
+from models.eagle import EagleHead, check_fits, check_widths
 from models.errors import UserError
 from models.kv_cache import RollbackCache, forward_with_cache
+from models.medusa import MedusaHeads
 from models.sampling import SamplingParams, filtered_probs, sample
 from models.target import Target
 
@@ -114,7 +115,7 @@ def speculative_decode(
     """Continue a prompt; the text is distributed as the target's own, whatever the draft.
 
     target: as loaded; a bare causal LM will do where the draft reads no taps.
-    draft: a causal LM over the same vocabulary, an EAGLE head, None for plain decoding, or any Drafter.
+    draft: a causal LM over the same vocabulary, an EAGLE head, Medusa heads, None for plain decoding, or any Drafter.
     method: shape of the trees, such as static_3x2x1; default: that of a Drafter that has one, else a chain of
         `draft_len` tokens. ngram_n3_k5 and lookahead_w5_n3_g5 run without a draft: a model given is not asked.
     temperature 0 is greedy. top_k, top_p and min_p shape target and draft alike.
@@ -149,6 +150,8 @@ def speculative_decode(
             check_vocabulary(target, draft)
         elif isinstance(draft, EagleHead) and isinstance(target, Target):
             check_fits(draft.config, target, "head")
+        elif isinstance(draft, MedusaHeads) and isinstance(target, Target):
+            check_widths(draft.config, target, "heads")
         drafter = make_drafter(draft, shape, vocab_size=vocab_size, params=params, draft_sampling=draft_sampling)
     else:
         drafter = draft

@@ -23,6 +23,7 @@ from models.drafts import load_draft
 from models.eagle import EagleHead, is_eagle_folder, load_eagle
 from models.errors import UserError
 from models.hub import hub_reachable
+from models.medusa import MedusaHeads, is_medusa_folder, load_medusa
 from models.packed_linear import pack_linears
 from models.target import Target, plain_vocabulary
 
@@ -59,7 +60,7 @@ class Pair:
     """
 
     target: Target
-    draft: PreTrainedModel | EagleHead | None
+    draft: PreTrainedModel | EagleHead | MedusaHeads | None
     name: str
     draft_name: str
     config: DictConfig
@@ -103,7 +104,7 @@ def load_pair(cfg: DictConfig, overrides: Sequence[str]) -> Pair:
         print(f"run: {run.folder}")
     target: Target = instantiate(config.target)
     draft = load_for(target, source)
-    if not isinstance(draft, EagleHead):
+    if not isinstance(draft, EagleHead | MedusaHeads):
         check_vocabulary(target, draft, source)
     name = f"{Path(draft_name).name}-for-{Path(target.name).name}"
     if not is_untrained:  # the experiment's name is for the run that may follow
@@ -130,10 +131,17 @@ def is_off_the_shelf(cfg: DictConfig) -> bool:
     return cfg.draft.kind == "hf" and bool(cfg.run) and not (Path(cfg.checkpoint_root) / cfg.run).is_dir()
 
 
-def load_for(target: Target, source: str | Path) -> PreTrainedModel | EagleHead:
+def load_for(target: Target, source: str | Path) -> PreTrainedModel | EagleHead | MedusaHeads:
     """The draft model or head at `source`, on the target's device and in its dtype, as it decodes."""
-    draft = load_eagle(source, target) if is_eagle_folder(source) else load_draft(source)
+    draft = read_draft(target, source)
     return pack_linears(cast_weights(draft, target.dtype).to(target.device).eval())
+
+
+def read_draft(target: Target, source: str | Path) -> PreTrainedModel | EagleHead | MedusaHeads:
+    """The draft model or head at `source`, on the CPU, as saved."""
+    if is_eagle_folder(source):
+        return load_eagle(source, target)
+    return load_medusa(source, target) if is_medusa_folder(source) else load_draft(source)
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:

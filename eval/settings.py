@@ -15,6 +15,7 @@ from eval.fallback import FALLBACKS
 from models.drafts import build_draft
 from models.eagle import build_eagle
 from models.errors import UserError
+from models.medusa import build_medusa
 from models.servable import ENGINES
 
 
@@ -117,7 +118,7 @@ GROUPS: dict[str, dict[str, Rule]] = {
         "name": optional(TEXT),
     },
     "draft": {
-        "kind": one_of("gpt2", "hf", "eagle3", "eagle1", "none"),
+        "kind": one_of("gpt2", "hf", "eagle3", "eagle1", "medusa", "none"),
         "n_layer": whole(1),
         "n_head": whole(1),
         "n_embd": whole(1),
@@ -130,6 +131,9 @@ GROUPS: dict[str, dict[str, Rule]] = {
         "intermediate_size": optional(whole(1)),
         "num_attention_heads": optional(whole(1)),
         "num_key_value_heads": optional(whole(1)),
+        "num_heads": whole(1, 16),  # of Medusa
+        "num_layers": whole(1),
+        "decay": number(lambda v: 0 < v <= 1, "above 0 and at most 1"),
         "simulation": Rule(
             lambda v: (
                 v is None
@@ -199,7 +203,11 @@ GROUPS: dict[str, dict[str, Rule]] = {
 }
 
 
-BUILDERS = {"models.eagle.build_eagle": build_eagle, "models.drafts.build_draft": build_draft}
+BUILDERS = {
+    "models.eagle.build_eagle": build_eagle,
+    "models.medusa.build_medusa": build_medusa,
+    "models.drafts.build_draft": build_draft,
+}
 
 
 def check_settings(cfg: DictConfig) -> None:

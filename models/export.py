@@ -4,6 +4,7 @@ EAGLE-3      one folder for vLLM, SGLang and TensorRT-LLM: `midlayer.*`, d2t as 
              embedding
 EAGLE-1      `layers.0.*`, no norm, no lm_head; vLLM and SGLang know it by different names, and SGLang's fc has a bias
 speculators  EAGLE-3 as `layers.0.*` under the config of the `speculators` library (0.9.0), which names the target
+Medusa       for vLLM: `blocks.*` and `lm_heads.*` as wide as the target, as many heads as tokens a round
 draft model  an ordinary transformers folder, its head as wide as the target's
 
 1. `export` writes weights, config and tokenizer
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from models.eagle import VARIANTS, EagleConfig, EagleHead
 from models.errors import UserError
+from models.medusa import MedusaHeads
 from models.servable import ENGINES
 from models.target import Target
 
@@ -37,7 +39,7 @@ PADDING_MARGIN = 20.0  # nats between the mean logit and a padded one, so its pr
 
 
 def export(
-    draft: EagleHead | PreTrainedModel,
+    draft: EagleHead | MedusaHeads | PreTrainedModel,
     target: Target,
     folder: str | Path,
     *,
@@ -47,7 +49,7 @@ def export(
 ) -> None:
     """Write `draft` to `folder` as the engine `to` loads it: model.safetensors, config.json, tokenizer files.
 
-    Weights keep the draft's dtype; a draft model is fitted to the target's width in place.
+    Weights keep the draft's dtype; a draft model and Medusa heads are fitted to the target's width in place.
     draft_len: tokens a round, where the format says it. target_path: what the engine loads as the target, where the
     format names it. Raises UserError where the engine cannot read such a draft.
     """
@@ -59,6 +61,10 @@ def export(
         config = head_config(draft.config, target, to, draft.dtype, draft_len=draft_len, target_path=target_path)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         write_json(folder / "config.json", config)
+    elif isinstance(draft, MedusaHeads):
+        fit_medusa(draft, draft_len)
+        refuse_non_finite(draft.tensors())
+        draft.save_pretrained(folder)
     else:
         fit_width(draft, width=target.config.vocab_size, num_ids=target.vocab_size)
         refuse_non_finite(dict(draft.named_parameters()))
@@ -207,6 +213,24 @@ def captured_outputs(tap_ids: tuple[int, ...] | None, num_blocks: int) -> list[i
     if not tap_ids or tuple(tap_ids) == (2, num_blocks // 2, num_blocks - 3):
         return None
     return [tap_id - 1 for tap_id in tap_ids]
+
+
+# --- Medusa heads ------------------------------------------------------------------------------------------------
+
+
+def fit_medusa(heads: MedusaHeads, draft_len: int) -> None:
+    """In place: `draft_len` heads, over all of the target's ids.
+
+    vLLM drafts a token with every head of the folder, whatever num_speculative_tokens says, and its loader takes a
+    truncated vocabulary only where all heads share one matrix.
+    """
+    if draft_len > heads.config.num_heads:
+        raise UserError(
+            f"export.draft_len={draft_len}: the draft has {heads.config.num_heads} Medusa heads, and each drafts one "
+            f"token; set it to {heads.config.num_heads} or less"
+        )
+    heads.keep_heads(draft_len)
+    heads.widen()
 
 
 # --- draft models ------------------------------------------------------------------------------------------------

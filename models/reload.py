@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.eagle import VARIANTS, EagleConfig, EagleHead
+from models.medusa import MedusaConfig, MedusaHeads
 
 LENGTH = 12  # tokens of the probe
 EAGLE1_NAMES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 
 
-def largest_difference(draft: EagleHead | PreTrainedModel, folder: str | Path) -> float:
+def largest_difference(draft: EagleHead | MedusaHeads | PreTrainedModel, folder: str | Path) -> float:
     """Largest difference of a logit between `draft`, here, and the folder, loaded by another process; both in fp32.
 
     Relative to the largest logit where that is above 1. For EAGLE-1, whose logits are the target's own, of its outputs.
@@ -43,9 +44,11 @@ def largest_difference(draft: EagleHead | PreTrainedModel, folder: str | Path) -
     return float(result.stdout.splitlines()[-1])
 
 
-def make_probe(draft: EagleHead | PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
+def make_probe(draft: EagleHead | MedusaHeads | PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
     """Seeded inputs of the shapes that the draft reads."""
     generator = torch.Generator().manual_seed(seed)
+    if isinstance(draft, MedusaHeads):
+        return {"features": torch.randn(LENGTH, draft.config.hidden_size, generator=generator)}
     if not isinstance(draft, EagleHead):
         vocab_size = draft.config.get_text_config().vocab_size
         return {"input_ids": torch.randint(vocab_size, (1, LENGTH), generator=generator)}
@@ -58,8 +61,10 @@ def make_probe(draft: EagleHead | PreTrainedModel, seed: int = 0) -> dict[str, T
 
 
 @torch.no_grad()
-def probe_logits(draft: EagleHead | PreTrainedModel, probe: dict[str, Tensor]) -> Tensor:
+def probe_logits(draft: EagleHead | MedusaHeads | PreTrainedModel, probe: dict[str, Tensor]) -> Tensor:
     """What the draft says of the probe; a head also of its own output, fed back one position later."""
+    if isinstance(draft, MedusaHeads):
+        return draft.logits(draft(probe["features"]))  # (K, T, V)
     if not isinstance(draft, EagleHead):
         return draft(input_ids=probe["input_ids"], use_cache=False).logits
     ids, positions = probe["input_ids"], torch.arange(LENGTH)[None]
@@ -69,12 +74,14 @@ def probe_logits(draft: EagleHead | PreTrainedModel, probe: dict[str, Tensor]) -
     return draft.logits(outputs) if draft.config.version == 3 else outputs
 
 
-def read_folder(folder: str | Path) -> EagleHead | PreTrainedModel:
+def read_folder(folder: str | Path) -> EagleHead | MedusaHeads | PreTrainedModel:
     """The exported draft in fp32. Raises ValueError where the folder is not exactly what its config says."""
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
     if "speculators_model_type" in config or config["architectures"][0] in (*EAGLE1_NAMES, "LlamaForCausalLMEagle3"):
         return read_head(folder, config)
+    if config["architectures"] == ["MedusaModel"]:
+        return read_medusa(folder, config)
     draft, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     if wrong := [name for names in info.values() for name in names]:
         raise ValueError(f"{folder}: tensors that the config does not have, or lacks: {wrong}")
@@ -114,6 +121,26 @@ def read_head(folder: Path, config: dict[str, Any]) -> EagleHead:
     if missing or unexpected:
         raise ValueError(f"{folder}: missing {missing}, unexpected {unexpected}")
     return head.float().eval()
+
+
+def read_medusa(folder: Path, config: dict[str, Any]) -> MedusaHeads:
+    """As vLLM 0.32: every head as wide as `vocab_size`, no token_map."""
+    heads = MedusaHeads(
+        MedusaConfig(
+            num_heads=config["num_heads"],
+            hidden_size=config["hidden_size"],
+            vocab_size=config["vocab_size"],
+            truncated_vocab_size=config["vocab_size"],
+            num_hidden_layers=config["num_hidden_layers"],
+            medusa_fc_bias=config.get("medusa_fc_bias", False),
+        )
+    )
+    state = load_file(folder / "model.safetensors")
+    wrong = sorted(state.keys() ^ (heads.state_dict().keys() - {"token_map"}))
+    if wrong or config.get("truncated_vocab_size", config["vocab_size"]) != config["vocab_size"]:
+        raise ValueError(f"{folder}: missing or unexpected {wrong}, or a truncated vocabulary")
+    heads.load_state_dict({**state, "token_map": heads.token_map})
+    return heads.float().eval()
 
 
 def main(folder: str, probe: str) -> None:

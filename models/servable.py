@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from models.eagle import EagleHead
+from models.medusa import MedusaHeads
 
 ENGINES = {
     "vllm": "vLLM",
@@ -18,7 +19,7 @@ ENGINES = {
     "hf": "transformers",
     "speculators": "speculators",
 }
-DRAFT_MODEL, EAGLE1, EAGLE3 = "draft_model", "eagle1", "eagle3"
+DRAFT_MODEL, EAGLE1, EAGLE3, MEDUSA = "draft_model", "eagle1", "eagle3", "medusa"
 
 # Prefixes of the target's model_type. vLLM: the class is a SupportsEagle3, as those derived from its Llama are; SGLang:
 # it has set_eagle3_layers_to_capture and get_embed_and_head; TensorRT-LLM: it is a SpecDecOneEngineForCausalLM.
@@ -41,15 +42,15 @@ TRTLLM_MODELS = (
 
 
 def kind_of(draft: nn.Module) -> str:
-    """`eagle3`, `eagle1` or `draft_model`."""
+    """`eagle3`, `eagle1`, `medusa` or `draft_model`."""
     if isinstance(draft, EagleHead):
         return EAGLE3 if draft.config.version == 3 else EAGLE1
-    return DRAFT_MODEL
+    return MEDUSA if isinstance(draft, MedusaHeads) else DRAFT_MODEL
 
 
 def servable(
     target_config: Any,  # transformers config of the target's language model
-    kind: str,  # draft_model | eagle1 | eagle3
+    kind: str,  # draft_model | eagle1 | eagle3 | medusa
     engine: str,  # a key of ENGINES
     *,
     draft_config: Any = None,  # of a draft model, where it is known
@@ -69,6 +70,8 @@ def servable(
                     whose = "target" if config is target_config else "draft"
                     return f"{name}'s PyTorch backend has no {config.model_type} model, which the {whose} is"
         return None
+    if kind == MEDUSA:  # vLLM needs nothing of the target but its final state
+        return None if engine == "vllm" else f"{name} is not known to load Medusa heads of this layout; use vllm"
     if engine == "hf":
         return f"{name} has no class for {kind} heads; use vllm, sglang, trtllm or speculators"
     if kind == EAGLE1 and engine in ("trtllm", "speculators"):

@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from models.servable import DRAFT_MODEL, EAGLE1, EAGLE3
+from models.servable import DRAFT_MODEL, EAGLE1, EAGLE3, MEDUSA
 
-VLLM_METHODS = {DRAFT_MODEL: "draft_model", EAGLE1: "eagle", EAGLE3: "eagle3"}
+VLLM_METHODS = {DRAFT_MODEL: "draft_model", EAGLE1: "eagle", EAGLE3: "eagle3", MEDUSA: "medusa"}
 SGLANG_ALGORITHMS = {DRAFT_MODEL: "STANDALONE", EAGLE1: "EAGLE", EAGLE3: "EAGLE3"}
 TRTLLM_TYPES = {DRAFT_MODEL: "DraftTarget", EAGLE3: "Eagle3"}
 

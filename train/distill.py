@@ -35,6 +35,7 @@ from eval.run import Pair, load_for
 from models.drafts import max_positions
 from models.eagle import EagleHead
 from models.errors import UserError
+from models.medusa import MedusaHeads
 from models.servable import DRAFT_MODEL, unservable_lines
 from models.target import Target, resolve_device
 from train.cache import caches, rows_of, say
@@ -42,6 +43,7 @@ from train.callbacks import Metrics, Snapshots, StateCheckpoint, WeightAverage
 from train.eagle_module import Eagle1Distiller, Eagle3Distiller
 from train.loggers import finish_loggers
 from train.losses import LossSpec
+from train.medusa_module import MedusaDistiller
 from train.module import Distiller, OptimSpec
 from train.run_folder import RunFolder, Start, read_checkpoint
 from train.trainer import TrainerSpec
@@ -110,7 +112,7 @@ def distill(cfg: DictConfig) -> Path:
             loggers=loggers,
             seed=cfg.seed,
             extra=cache_metrics | vocab_metrics,
-            simulation=dict(cfg.draft.simulation) if cfg.draft.kind == "eagle3" else {},
+            simulation=simulated_depth(cfg),
         )
         if is_first_rank:
             folder.save_draft(draft, target.tokenizer)
@@ -137,7 +139,7 @@ def distill(cfg: DictConfig) -> Path:
 
 
 def fit(
-    draft: PreTrainedModel | EagleHead,
+    draft: PreTrainedModel | EagleHead | MedusaHeads,
     target: Target,
     sources: dict[str, Rows | Path],
     *,
@@ -180,6 +182,9 @@ def fit(
         module: Distiller = Eagle1Distiller(draft, **wiring)
     elif isinstance(draft, EagleHead):
         module = Eagle3Distiller(draft, **wiring, **simulation, metrics_every=trainer.log_every_steps)
+    elif isinstance(draft, MedusaHeads):
+        decay = simulation["decay"]
+        module = MedusaDistiller(draft, **wiring, decay=decay, metrics_every=trainer.log_every_steps)
     else:
         module = Distiller(draft, **wiring)
     metrics = Metrics(every=trainer.log_every_steps, extra=extra)
@@ -230,7 +235,14 @@ def judge(cfg: DictConfig, folder: RunFolder, target: Target, rows: Rows) -> dic
 
 
 def is_head(cfg: DictConfig) -> bool:
-    return cfg.draft.kind in ("eagle3", "eagle1")
+    return cfg.draft.kind in ("eagle3", "eagle1", "medusa")
+
+
+def simulated_depth(cfg: DictConfig) -> dict[str, Any]:
+    """How deep a batch drafts behind each slot, and how each next token weighs: {steps, decay}; {} for one token."""
+    if cfg.draft.kind == "medusa":
+        return {"steps": cfg.draft.num_heads, "decay": cfg.draft.decay}
+    return dict(cfg.draft.simulation) if cfg.draft.kind == "eagle3" else {}
 
 
 def check_head(cfg: DictConfig) -> None:
@@ -255,7 +267,9 @@ def say_unservable(target: Target, kind: str, draft_config: Any = None) -> None:
         say(f"warning: {line}")
 
 
-def build_head(cfg: DictConfig, target: Target, rows: dict[str, Rows]) -> tuple[EagleHead, dict[str, float]]:
+def build_head(
+    cfg: DictConfig, target: Target, rows: dict[str, Rows]
+) -> tuple[EagleHead | MedusaHeads, dict[str, float]]:
     """The head, its draft vocabulary chosen by the training rows; and how much of each split that covers."""
     for split, each in rows.items():
         if not PackedRows(each).slot_counts(1).any():

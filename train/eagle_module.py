@@ -73,7 +73,7 @@ class StepTotals:
         return means
 
 
-class _GradientsInForward(torch.autograd.Function):
+class GradientsInForward(torch.autograd.Function):
     """A loss whose gradients were computed along with it: backward only hands them over, scaled."""
 
     @staticmethod
@@ -168,7 +168,7 @@ class Eagle3Distiller(Distiller):
                 weights["lm_head"] = self.draft.lm_head.weight
             if grads is None:
                 grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-            loss = _GradientsInForward.apply(
+            loss = GradientsInForward.apply(
                 loss, [grads[name].to(w.dtype) for name, w in weights.items()], *weights.values()
             )
         return SimulatedBatch(loss, sums)

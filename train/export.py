@@ -18,12 +18,12 @@ from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
 from eval.entry import entry
-from eval.run import Run, cast_weights, find_run, load_run, run_config
+from eval.run import Run, cast_weights, find_run, load_run, read_draft, run_config
 from models.check_export import check_folder
-from models.drafts import load_draft
-from models.eagle import EagleHead, is_eagle_folder, load_eagle
+from models.eagle import EagleHead
 from models.errors import UserError
 from models.export import captured_outputs, export
+from models.medusa import MedusaHeads
 from models.model_card import card_text
 from models.reload import largest_difference
 from models.servable import ENGINES, kind_of, servable
@@ -49,7 +49,7 @@ def export_run(cfg: DictConfig, overrides: Sequence[str] = ()) -> Path:
     source_config = run_config(cfg, run.folder, overrides).target
     target: Target = instantiate(source_config)
     draft = load_trained(run, target, cfg.export.dtype)
-    kind, draft_config = kind_of(draft), None if isinstance(draft, EagleHead) else draft.config
+    kind, draft_config = kind_of(draft), None if isinstance(draft, EagleHead | MedusaHeads) else draft.config
     any_family = cfg.export.any_family
     if reason := servable(target.config, kind, cfg.to, draft_config=draft_config, any_family=any_family):
         raise UserError(f"to={cfg.to}: {reason}")
@@ -88,9 +88,9 @@ def check_out(out: Path, *, overwrite: bool) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
 
 
-def load_trained(run: Run, target: Target, dtype: str) -> EagleHead | PreTrainedModel:
+def load_trained(run: Run, target: Target, dtype: str) -> EagleHead | MedusaHeads | PreTrainedModel:
     """The run's draft on the CPU, its weights in the dtype that is exported."""
-    draft = load_eagle(run.folder, target) if is_eagle_folder(run.folder) else load_draft(run.folder)
+    draft = read_draft(target, run.folder)
     return cast_weights(draft, target.dtype if dtype == "auto" else resolve_dtype(dtype, torch.device("cpu")))
 
 
@@ -105,7 +105,7 @@ def move_into_place(partial: Path, out: Path) -> None:
         partial.replace(out)
 
 
-def check_written(folder: Path, draft: EagleHead | PreTrainedModel, target: Target, to: str) -> None:
+def check_written(folder: Path, draft: EagleHead | MedusaHeads | PreTrainedModel, target: Target, to: str) -> None:
     """Raises UserError with what an engine would get wrong. `draft` is in fp32 afterwards."""
     if isinstance(draft, EagleHead):
         problems = check_folder(

@@ -10,8 +10,9 @@ from eval.results import read_results
 from eval.run import Run
 from models.drafts import max_positions
 from models.eagle import EagleHead
+from models.medusa import MedusaHeads
 from models.model_card import KNOWN_TARGETS, Card, shown_metrics, target_licence
-from models.servable import DRAFT_MODEL, EAGLE3, kind_of
+from models.servable import DRAFT_MODEL, EAGLE3, MEDUSA, kind_of
 from models.serve_command import serve_command
 from models.target import Target
 
@@ -20,7 +21,7 @@ def make_card(
     cfg: DictConfig,
     run: Run,
     target: Target,
-    draft: EagleHead | PreTrainedModel,
+    draft: EagleHead | MedusaHeads | PreTrainedModel,
     *,
     source: str,
     target_path: str,
@@ -54,9 +55,9 @@ def make_card(
     )
 
 
-def position_limit(draft: EagleHead | PreTrainedModel, target: Target) -> int | None:
+def position_limit(draft: EagleHead | MedusaHeads | PreTrainedModel, target: Target) -> int | None:
     """Positions of a draft model that has fewer than its target; None otherwise (heads have the target's)."""
-    if isinstance(draft, EagleHead) or max_positions(draft) >= target.max_positions:
+    if isinstance(draft, EagleHead | MedusaHeads) or max_positions(draft) >= target.max_positions:
         return None
     return max_positions(draft)
 
@@ -72,7 +73,12 @@ def serving_notes(to: str, kind: str, limit: int | None) -> list[str]:
             f"The draft has {limit} positions and the target more. Serve texts of at most {limit} tokens: vLLM drafts "
             f"past them without an error, and what it drafts there is noise."
         )
-    if to == "vllm":
+    if kind == MEDUSA:
+        notes.append(
+            "Each head in the folder drafts one token, so num_speculative_tokens is their number; vLLM takes the best "
+            "of each. Rows of a head outside of its draft vocabulary are the mean of those inside: they never win."
+        )
+    elif to == "vllm":
         notes.append(
             'At temperature above 0 vLLM proposes the draft\'s best token; `"draft_sample_method": "probabilistic"` in '
             "--speculative-config draws from the draft instead."
@@ -84,10 +90,18 @@ def serving_notes(to: str, kind: str, limit: int | None) -> list[str]:
     return notes
 
 
-def facts(draft: EagleHead | PreTrainedModel, target: Target) -> dict[str, Any]:
+def facts(draft: EagleHead | MedusaHeads | PreTrainedModel, target: Target) -> dict[str, Any]:
     """Shape of the draft, as its config says it in part only."""
     count = sum(p.numel() for p in draft.parameters())
     common = {"weights": f"{count:,} in {dtype_name(draft)}", "target": f"{target.name}, {target.config.model_type}"}
+    if isinstance(draft, MedusaHeads):
+        c = draft.config
+        return {
+            **common,
+            "heads trained": c.num_heads,
+            "reads": "the target's post-norm final state",
+            "draft vocabulary": f"{c.truncated_vocab_size:,} of {target.vocab_size:,} ids",
+        }
     if not isinstance(draft, EagleHead):
         return {**common, "architecture": type(draft).__name__, "positions": max_positions(draft)}
     c = draft.config
@@ -119,5 +133,5 @@ def made_by(run: Run) -> dict[str, Any]:
     return wanted | hashes
 
 
-def dtype_name(draft: EagleHead | PreTrainedModel) -> str:
+def dtype_name(draft: EagleHead | MedusaHeads | PreTrainedModel) -> str:
     return str(draft.dtype).removeprefix("torch.")

@@ -21,6 +21,7 @@ from eval.measures import Method
 from eval.prompts import Prompt
 from eval.results import Metric
 from models.eagle import EagleHead
+from models.medusa import MedusaHeads
 from models.target import Target
 from train.serving import Counts, Served
 
@@ -105,12 +106,13 @@ def recorded_gaps(draft: nn.Module) -> Iterator[list[float]]:
         best = logits.reshape(-1, logits.shape[-1])[-1].float().topk(2).values
         gaps.append(float(best[0] - best[1]))
 
-    if isinstance(draft, EagleHead):
+    if isinstance(draft, EagleHead | MedusaHeads):
         method = draft.logits
 
         def recorded(hidden: Tensor) -> Tensor:
             logits = method(hidden)
-            record(logits)
+            for each in logits if isinstance(draft, MedusaHeads) else [logits]:
+                record(each)
             return logits
 
         draft.logits = recorded  # on this head alone

@@ -1,4 +1,4 @@
-"""Distillation loss of all simulated steps of an EAGLE-3 head, head and loss fused.
+"""Distillation loss of all simulated steps of an EAGLE-3 head, or of all Medusa heads, head and loss fused.
 
 Several (slot, step) pairs predict the same token: x[t+1] is what slot p predicts at step t-1-p. So the pairs lie on a
 grid of positions t and steps s, and the target's distribution is computed once a position:
@@ -9,6 +9,8 @@ Pairs that do not count stand on the grid with weight 0.
 
 KL compares with the target renormalised over the draft vocabulary; alpha, TV and LK with its full probabilities, so
 that mass outside of the draft vocabulary counts as rejected (train/losses.py has the formulas).
+
+Medusa head k stands for step k-1: the same slots, the same targets, but each step has a vocabulary head of its own.
 """
 
 from collections.abc import Callable
@@ -56,7 +58,7 @@ class Grid:
 
 def simulated_loss(
     outputs: Tensor,  # (S, n, D) normed, in the compute dtype
-    head_weight: Tensor,  # (Vd, D)
+    head_weight: Tensor,  # (Vd, D); (S, Vd, D) where each step has its own
     layout: Layout,
     input_ids: Tensor,  # (N,)
     final_hidden: Tensor,  # (N, D) of the target, post-norm
@@ -70,13 +72,13 @@ def simulated_loss(
     train_head: bool,
     metrics: bool,
 ) -> tuple[StepSums, Tensor | None, Tensor | None]:
-    """(sums by step, gradient of the outputs (S, n, D), gradient of the head (Vd, D) in fp32)."""
+    """(sums by step, gradient of the outputs (S, n, D), gradient of the head, as tall as it is, in fp32)."""
     steps, num_slots, size = outputs.shape
     dtype, wide = outputs.dtype, torch.promote_types(outputs.dtype, torch.float32)
     grid = Grid.of(layout)
     flat = torch.cat((outputs.flatten(0, 1), outputs.new_zeros(1, size)))  # (S * n + 1, D)
     head = head_weight.to(dtype)
-    width = len(head)
+    width = head.shape[-2]
     grad_flat = torch.zeros_like(flat) if with_grad else None
     grad_head: Tensor | None = None
     sums = {name: torch.zeros(steps, dtype=wide, device=flat.device) for name in ("loss", "alpha", "kl", "hits")}
@@ -92,7 +94,7 @@ def simulated_loss(
         normalisers = logsumexp[positions].to(wide)  # (c,)
         nexts = input_ids[positions + 1]  # (c,)
         x = flat[pairs.flatten()]  # (c * S, D)
-        z = (x @ head.T).view(len(positions), steps, width)  # (c, S, Vd), its gradient later
+        z = _times(x, head.mT).view(len(positions), steps, width)  # (c, S, Vd), its gradient later
         for first in range(0, len(positions), block):
             b = slice(first, first + block)
             terms = _block(z[b], target_z[b].to(wide), normalisers[b], loss, with_grad=with_grad, metrics=metrics)
@@ -106,9 +108,9 @@ def simulated_loss(
             continue
         z = z.view(-1, width)
         scale = weights[part].reshape(-1, 1)  # (c * S, 1)
-        grad_flat[pairs.flatten()] = (z @ head).mul_(scale)
+        grad_flat[pairs.flatten()] = _times(z, head).mul_(scale)
         if train_head:
-            product = z.T @ x.mul_(scale)  # (Vd, D)
+            product = _outer(z, x.mul_(scale), head)  # (Vd, D) or (S, Vd, D)
             grad_head = product.to(wide) if grad_head is None else grad_head.add_(product)
     grad_outputs = grad_flat[:-1].view(steps, num_slots, size) if with_grad else None
     return (
@@ -116,6 +118,22 @@ def simulated_loss(
         grad_outputs,
         grad_head,
     )
+
+
+def _times(x: Tensor, matrix: Tensor) -> Tensor:  # (c * S, I), (I, O) or (S, I, O) -> (c * S, O)
+    """x @ matrix; of several matrices each row takes that of its step."""
+    if matrix.dim() == 2:
+        return x @ matrix
+    x = x.unflatten(0, (-1, len(matrix)))  # (c, S, I)
+    return torch.stack([x[:, step] @ each for step, each in enumerate(matrix)], dim=1).flatten(0, 1)
+
+
+def _outer(z: Tensor, x: Tensor, head: Tensor) -> Tensor:  # (c * S, Vd), (c * S, D) -> as the head
+    """z.T @ x, for each step by itself where the head has several matrices."""
+    if head.dim() == 2:
+        return z.T @ x
+    z, x = (each.unflatten(0, (-1, len(head))) for each in (z, x))  # (c, S, Vd), (c, S, D)
+    return torch.stack([z[:, step].T @ x[:, step] for step in range(len(head))])
 
 
 def _block(
