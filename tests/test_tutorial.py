@@ -7,20 +7,16 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 
 from eval.decode import check_decode
 from eval.entry import CONF_DIR, check_config
 from eval.theory import BEST_ALPHAS, DRAFT_COSTS, best_draft_len
-from models.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
-AHEAD = ("lookahead_", "decode.fallback=")  # written before it exists; strict: these marks must go when it does
 STEPS = re.split(r"^## (?=\d+\. )", TUTORIAL, flags=re.M)[1:]
 
 
@@ -51,15 +47,7 @@ def test_there_are_ten_steps_each_with_a_command():
         assert blocks(step, "bash"), step.splitlines()[0]
 
 
-def composing() -> list[Any]:
-    ahead = pytest.mark.xfail(strict=True, raises=(UserError, HydraException))
-    return [
-        pytest.param(command, marks=[ahead] if any(word in command for word in AHEAD) else [])
-        for command in dict.fromkeys(commands())
-    ]
-
-
-@pytest.mark.parametrize("command", composing())
+@pytest.mark.parametrize("command", dict.fromkeys(commands()))
 def test_every_command_composes(command):
     path, overrides = job(command)
     [config] = re.findall(r'^@entry\("(\w+)"\)', path.read_text(), flags=re.M)
