@@ -66,6 +66,16 @@ def test_an_engine_that_dies_is_told_with_the_end_of_its_log(fake_vllm: Path) ->
         turn(0)
 
 
+def test_an_engine_that_never_stands_is_ended(fake_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fake_vllm / "vllm.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(train.serving, "START_LIMIT_S", 0.5)
+    with (
+        pytest.raises(ServingError, match="exit code -9"),
+        engine_turns("a/model", [[1]], **OPTIONS, log=fake_vllm / "vllm.log"),
+    ):
+        pass
+
+
 def test_both_sides_take_turns(fake_vllm: Path, tiny_target: Target) -> None:
     metrics = plain_vs_vllm(
         tiny_target, work_dir=fake_vllm, num_prompts=2, prompt_tokens=8, max_new_tokens=6, repeats=2

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -35,7 +36,7 @@ REPOSITORY = Path(__file__).parents[1]
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 CLIENT = Path(__file__).with_name("serve_client.py")
 TURNS = Path(__file__).with_name("serve_turns.py")
-START_LIMIT_S = 600  # until a server is ready; 22 s on a quiet machine
+START_LIMIT_S = 600  # until a server or engine is ready; 22 s on a quiet machine, eager
 ENGINE_LIMIT_S = 3600
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "float16"}
 
@@ -189,7 +190,12 @@ def engine_turns(
                     print(number, file=process.stdin, flush=True)
                 return answer()
 
-            assert answer()["ready"]
+            too_long = threading.Timer(START_LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
+            too_long.start()
+            try:
+                assert answer()["ready"]
+            finally:
+                too_long.cancel()
             yield turn
 
 
