@@ -41,6 +41,7 @@ WRONG = [
     "decode.max_new_tokens=x", "decode.top_p=0", "decode.min_p=1", "decode.seed=null", "decode.sets=mt_bench",
     "decode.sets=[a,a]", "decode.sets=null", "decode.draft_sampling=[soft]",
     "decode.draft_sampling=[greedy,greedy]", "decode.methods=[a,a]", "decode.methods=[]", "decode.plain=1",
+    "decode.fallback=maybe", "tune.temperatures=1.0", "tune.max_chain=0", "tune.runs=a", "tune.name=a/b",
 ]  # fmt: skip
 
 
