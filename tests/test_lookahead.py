@@ -121,7 +121,7 @@ CASES = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.5}, {"tem
 def test_the_loop_is_exact(filters):
     target, _ = second_order_pair()
     params = SamplingParams(**filters)
-    counts = loop_counts(target, LookaheadDrafter(SHAPE), SHAPE, params, 4_000, num_tokens=4)
+    counts = loop_counts(target, LookaheadDrafter(SHAPE), SHAPE, params, 2_000, num_tokens=4)
     assert chi_square_p_value(counts, exact_probs(target, filters, num_tokens=4)) > 0.01 / len(CASES)
     texts = [run(target, LookaheadDrafter(SHAPE), SHAPE, params, seed) for seed in range(200)]
     assert sum(round.accepted for text in texts for round in text.rounds) > 40

@@ -57,7 +57,7 @@ CASES = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.5}, {"tem
 def test_the_loop_is_exact(filters):
     target, _ = second_order_pair()
     params = SamplingParams(**filters)
-    counts = loop_counts(target, NgramDrafter(SHAPE), SHAPE, params, 4_000, num_tokens=4)
+    counts = loop_counts(target, NgramDrafter(SHAPE), SHAPE, params, 2_000, num_tokens=4)
     assert chi_square_p_value(counts, exact_probs(target, filters, num_tokens=4)) > 0.01 / len(CASES)
     texts = [sampled(target, params, seed) for seed in range(200)]
     assert sum(round.accepted for text in texts for round in text.rounds) > 40
@@ -73,7 +73,7 @@ def test_the_loop_with_proposals_declared_as_drawn_is_not():
             return tree._replace(probs=torch.full((len(tree.tokens), VOCAB), 1 / VOCAB))
 
     target, _ = second_order_pair()
-    counts = loop_counts(target, Wrong(SHAPE), SHAPE, SamplingParams(1.0), 4_000, num_tokens=4)
+    counts = loop_counts(target, Wrong(SHAPE), SHAPE, SamplingParams(1.0), 2_000, num_tokens=4)
     assert chi_square_p_value(counts, exact_probs(target, {"temperature": 1.0}, num_tokens=4)) < 1e-6
 
 

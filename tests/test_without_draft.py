@@ -67,6 +67,7 @@ def test_beside_methods_of_a_draft_the_same_texts_and_counts():
 )
 def test_what_needs_a_draft_says_so_in_one_line(main, arguments, told, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train.serve_check, "check_installed", lambda: None)
+    monkeypatch.setattr(train.serve_check.signal, "signal", lambda *_: None)  # the test's process keeps its own
     with pytest.raises(SystemExit) as caught:
         call(main, ["draft=none", *arguments], tmp_path, monkeypatch)
     [line] = capsys.readouterr().err.strip().splitlines()[-1:]
