@@ -94,7 +94,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # a missing config file is both
         return (
             f"{error.filename or 'a file'}: cannot be written ({error.strerror}); make room there, or choose another "
-            "output_root, checkpoint_root or cache_root"
+            "out, output_root, checkpoint_root or cache_root"
         )
     if "Could not override 'experiment'" in text or "In 'experiment'" in text:
         text = "experiment: write it with a plus, for example +experiment=quickstart"

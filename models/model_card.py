@@ -18,6 +18,7 @@ KNOWN_TARGETS = {
     "meta-llama/Llama-3.1-8B-Instruct": ("meta-llama/Llama-3.1-8B-Instruct", "llama3.1"),
     "meta-llama/Llama-3.3-70B-Instruct": ("meta-llama/Llama-3.3-70B-Instruct", "llama3.3"),
 }
+TAG = "draftsmith"  # by which an export is known again
 SHOWN = ("alpha_expected/held_out/T", "tau/", "speedup/", "alpha/")  # metrics of a card, over all sets
 
 
@@ -43,7 +44,7 @@ def card_text(card: Card) -> str:
     what, licence = KINDS[card.kind], card.licence or "unknown, see the target"
     header = ["---", f"license: {card.licence or 'other'}"]
     header += [f"license_name: {licence}"] * (card.licence is None)
-    header += [f"base_model: {card.target}", "tags:", "- speculative-decoding", f"- {card.kind}", "- draftsmith", "---"]
+    header += [f"base_model: {card.target}", "tags:", "- speculative-decoding", f"- {card.kind}", f"- {TAG}", "---"]
     parts = [
         "\n".join(header),
         f"# {card.name}: {what} for {card.target}",

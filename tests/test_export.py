@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -415,7 +416,31 @@ def test_overwrite_replaces_an_export_and_nothing_else(command, without_process,
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("")
     code, _, err = command("run=head", "to=vllm", "out=mine", "overwrite=true")
-    assert code == 2 and "no export (no config.json)" in err and (tmp_path / "mine/thesis.txt").exists()
+    assert code == 2 and "holds something that is no export" in err and (tmp_path / "mine/thesis.txt").exists()
+
+
+def test_a_run_is_never_replaced_by_its_export(command, runs, without_process, tmp_path):
+    """It has a config.json and weights as an export has, and so has a converted target."""
+    head = shutil.copytree(runs / "checkpoints" / "head", tmp_path / "copy")
+    before = sorted(path.name for path in head.iterdir())
+    code, _, err = command(f"run={head}", "to=vllm", f"out={head}", "overwrite=true")
+    assert code == 2 and f"out={head}: holds something that is no export" in err
+    (head / "resolved_config.yaml").rename(tmp_path / "config.yaml")
+    assert command("run=head", "to=vllm", f"out={head}", "overwrite=true")[0] == 2
+    (tmp_path / "config.yaml").rename(head / "resolved_config.yaml")
+    code, _, err = command(f"run={head}", "to=vllm", f"out={head}/export")
+    assert code == 2 and err == f"error: out={head}/export: lies in the run {head}; give a folder outside of it\n"
+    assert sorted(path.name for path in head.iterdir()) == before
+
+
+def test_a_killed_export_is_cleared_away_by_the_next(command, without_process, tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for pid in (dead.pid, os.getppid(), "mine"):
+        (tmp_path / f"exports/.head-vllm.{pid}.partial").mkdir(parents=True)
+    assert command("run=head", "to=vllm")[0] == 0
+    left = {f".head-vllm.{os.getppid()}.partial", ".head-vllm.mine.partial"}  # of a process that runs, and no export's
+    assert {path.name for path in (tmp_path / "exports").iterdir()} == {"head-vllm", *left}
 
 
 def test_a_draft_model_is_served_within_its_positions(command, without_process):
@@ -461,6 +486,8 @@ def test_tensorrt_gets_its_yaml(command, without_process):
         (["run=head", "to=vllm", "export.dtype=int8"], "export.dtype=int8: must be auto or bf16 or fp16 or fp32"),
         (["run=head", "to=vllm", "+format=gguf"], "format: unknown top-level key"),
         (["run=head", "to=vllm", "out=a_file"], "out=a_file: is a file; give a folder"),
+        (["run=head", "to=vllm", "out=a_file/below"], "a_file: cannot be written (File exists)"),
+        (["run=head", "to=vllm", "out=."], "out=.: give a folder by its name"),
     ],
 )
 def test_a_mistake_gets_one_line_and_writes_nothing(command, overrides, told, tmp_path):

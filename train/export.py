@@ -9,6 +9,7 @@
 import os
 import shutil
 from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from models.eagle import EagleHead
 from models.errors import UserError
 from models.export import captured_outputs, export
 from models.medusa import MedusaHeads
-from models.model_card import card_text
+from models.model_card import TAG, card_text
 from models.reload import largest_difference
 from models.servable import ENGINES, kind_of, servable
 from models.serve_command import trtllm_yaml
@@ -59,6 +60,7 @@ def export_run(cfg: DictConfig, overrides: Sequence[str] = ()) -> Path:
             "export.target_path: not given; a speculators folder names its target, and this one comes from nowhere"
         )
     card = make_card(cfg, run, target, draft, source=source_config.source, target_path=target_path, out=out)
+    drop_leftovers(out)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -78,14 +80,38 @@ def export_run(cfg: DictConfig, overrides: Sequence[str] = ()) -> Path:
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:
-    """A folder that holds something is replaced only where that is asked for; a file never."""
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise UserError(f"out={out}: is there already; give another out, or overwrite=true")
+    """An export is replaced only where that is asked for; a file, and a folder that holds anything else, never."""
+    if out.name in ("", ".."):
+        raise UserError(f"out={out}: give a folder by its name")
     if out.exists() and not out.is_dir():
         raise UserError(f"out={out}: is a file; give a folder")
-    if out.is_dir() and overwrite and any(out.iterdir()) and not (out / "config.json").is_file():
-        raise UserError(f"out={out}: holds something that is no export (no config.json); give another out")
+    for folder in out.resolve().parents:
+        if (folder / "resolved_config.yaml").is_file():
+            raise UserError(f"out={out}: lies in the run {folder}; give a folder outside of it")
+    if out.is_dir() and any(out.iterdir()):
+        if not is_export(out):
+            raise UserError(f"out={out}: holds something that is no export of this tool; give another out")
+        if not overwrite:
+            raise UserError(f"out={out}: is there already; give another out, or overwrite=true")
     out.parent.mkdir(parents=True, exist_ok=True)
+
+
+def is_export(folder: Path) -> bool:
+    """Told by the model card: runs and targets have a config.json as well."""
+    card = folder / "README.md"
+    header = card.read_text(errors="replace").split("\n---", 1)[0] if card.is_file() else ""
+    return f"- {TAG}" in header.splitlines()
+
+
+def drop_leftovers(out: Path) -> None:
+    """What an export to `out` that was killed left beside it."""
+    for folder in out.parent.glob(f".{escape(out.name)}.*.partial"):
+        try:
+            os.kill(int(folder.name.split(".")[-2]), 0)  # raises where there is no such process
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (PermissionError, ValueError):  # another user's, or no folder of ours
+            pass
 
 
 def load_trained(run: Run, target: Target, dtype: str) -> EagleHead | MedusaHeads | PreTrainedModel:
