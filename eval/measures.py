@@ -64,7 +64,7 @@ def decode_metrics(trials: Sequence[Trial], *, shape: TreeShape, suffix: str) ->
     columns = _columns(trials, shape.depth)
     metrics = {}
     for name, figure in _figures(shape, has_plain="plain_steps" in columns).items():
-        metric = _bootstrap(columns, figure, len(trials))
+        metric = bootstrap_figure(columns, figure, len(trials))
         if metric is not None:
             metrics[f"{name}/{suffix}"] = metric
     tau = [t.ours.tau for t in trials if t.ours.rounds]
@@ -174,7 +174,7 @@ def _figures(shape: TreeShape, *, has_plain: bool) -> dict[str, Callable[[Sums],
     }
 
 
-def _bootstrap(
+def bootstrap_figure(
     columns: dict[str, np.ndarray],  # (P,) each
     figure: Callable[[Sums], np.ndarray],
     num_prompts: int,

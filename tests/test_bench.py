@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from eval.memory import peak_resident_gb
 from eval.results import Metric
 from models.drafts import gpt2_draft
 from models.target import load_target
@@ -24,7 +25,6 @@ from train.measure import (
     interleaved_times,
     loop_overhead,
     median_ratio,
-    peak_resident_gb,
     plain_vs_generate,
     random_rows,
 )

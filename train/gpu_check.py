@@ -28,6 +28,7 @@ from torch import nn
 from eval.alpha import evaluate_alpha
 from eval.entry import entry
 from eval.loop import speculative_decode
+from eval.memory import peak_resident_gb
 from eval.report import print_metrics
 from eval.results import Metric, make_header, merge_results
 from eval.run import draft_fingerprint, load_run
@@ -45,7 +46,6 @@ from train.measure import (
     loop_overhead,
     median_rate,
     median_ratio,
-    peak_resident_gb,
     random_rows,
 )
 from train.measure_step import draft_step_vs_plain

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from data.rows import Rows
 from data.signals import SignalSpec
 from eval.loop import speculative_decode
+from eval.memory import peak_bytes, reset_peak
 from eval.results import Metric
 from eval.stats import ratio_ci
 from models.packed_linear import unpack_linears
@@ -246,11 +247,11 @@ def _chunked_loss_child(sender, num_tokens: int, vocab_size: int, hidden_size: i
     hidden.grad = weight.grad = None
     gc.collect()
 
-    before = _reset_peak(device)
+    before = reset_peak(torch.device(device))
     start = time.perf_counter()
     loss = _fused_loss(hidden, weight, signal, mask)
     synchronise(torch.device(device))
-    seconds, peak = time.perf_counter() - start, _peak(device) - before
+    seconds, peak = time.perf_counter() - start, peak_bytes(torch.device(device)) - before
 
     plain_loss, plain_hidden, plain_weight = _plain_loss(hidden, weight, signal, mask)
     differences = [
@@ -284,31 +285,3 @@ def _plain_loss(
         kl.backward()
         total += kl.item()
     return total, hidden.grad, weight.grad
-
-
-def _reset_peak(device: str) -> int:
-    """Bytes in use now; the peak counts from here."""
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from VmRSS
-    return _status_bytes("VmRSS")
-
-
-def _peak(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device != "cpu" else _status_bytes("VmHWM")
-
-
-def _status_bytes(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def peak_resident_gb() -> float:
-    """Largest resident memory of this process so far, in GB (1e9 bytes)."""
-    try:
-        return _status_bytes("VmHWM") / 1e9
-    except OSError:  # no /proc: macOS counts in bytes
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9

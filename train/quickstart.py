@@ -21,13 +21,13 @@ from eval.alpha import evaluate_pair
 from eval.decode import check_decode, decode_pair
 from eval.entry import entry
 from eval.html_report import write_report
+from eval.memory import peak_resident_gb
 from eval.report import DECODE_COLUMNS, decode_row, print_table
 from eval.results import Metric, merge_results, read_results
 from eval.run import Pair, load_pair
 from eval.wandb_media import log_to_wandb
 from train.cache import caches, rows_of
 from train.distill import distill, run_name
-from train.measure import peak_resident_gb
 
 
 def quickstart(cfg: DictConfig) -> dict[str, Any]:
