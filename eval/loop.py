@@ -210,7 +210,9 @@ def decode(
         sequence[num_tokens] = root[0]
         num_tokens += 1
         result = DecodeResult(root.tolist(), [0], "")
-        result.finish_reason = _finish(result.token_ids, eos_token_ids, max_new_tokens, num_tokens, max_positions)
+        result.finish_reason = reason_to_stop(
+            result.token_ids, eos_token_ids, max_new_tokens, num_tokens, max_positions
+        )
         if not result.finish_reason:
             features = features_of(slice(None))
             capacity = longest + shape.depth
@@ -258,7 +260,7 @@ def decode(
                 kept_rows = torch.cat((path_index.new_zeros(1), path_index + 1))
             drafter.accept(path_index, next_token, features_of(kept_rows))
 
-            kept = _cut(block_ids, eos_token_ids, max_new_tokens - len(result.token_ids))
+            kept = count_emitted(block_ids, eos_token_ids, max_new_tokens - len(result.token_ids))
             accepted_kept = min(accepted, kept)
             is_rejected = (path[-1] if path else -1) in parents and kept == len(block_ids)
             deepest = num_nodes if is_chain else _deepest(parents)
@@ -273,7 +275,9 @@ def decode(
             num_tokens += kept
             if fallback is not None:
                 fallback.add(len(block_ids), clock.now() - round_start, is_plain=depth == 0)
-            result.finish_reason = _finish(result.token_ids, eos_token_ids, max_new_tokens, num_tokens, max_positions)
+            result.finish_reason = reason_to_stop(
+                result.token_ids, eos_token_ids, max_new_tokens, num_tokens, max_positions
+            )
     result.wall_s = clock.now() - begin
     for name in ("prefill", "target", "draft", "draft_forward"):
         setattr(result, f"{name}_s", clock.seconds.get(name, 0.0))
@@ -349,7 +353,7 @@ def _deepest(parents: list[int]) -> int:
     return max(depth, default=0)
 
 
-def _cut(ids: list[int], eos_token_ids: frozenset[int], budget: int) -> int:
+def count_emitted(ids: list[int], eos_token_ids: frozenset[int], budget: int) -> int:
     """How many of a round's tokens are emitted: nothing stands behind an end-of-text id or beyond the budget."""
     for index, token in enumerate(ids[:budget]):
         if token in eos_token_ids:
@@ -357,7 +361,7 @@ def _cut(ids: list[int], eos_token_ids: frozenset[int], budget: int) -> int:
     return min(len(ids), budget)
 
 
-def _finish(
+def reason_to_stop(
     ids: list[int], eos_token_ids: frozenset[int], max_new_tokens: int, num_tokens: int, max_positions: int
 ) -> str:
     if ids[-1] in eos_token_ids:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from eval.tree import Tree
-from models.sampling import sample
+from models.sampling import Generators, random_numbers, sample
 
 
 class Verdict(NamedTuple):
@@ -40,7 +40,7 @@ def verify_chain(
     draft_tokens: Tensor,  # (B, K)
     draft_probs: Tensor | None,  # (B, K, V) what the tokens were drawn from; None: each was certain (one-hot)
     *,
-    generator: torch.Generator | None = None,
+    generator: Generators = None,
     uniforms: Tensor | None = None,  # (B, K) in [0, 1), given by tests only
 ) -> Verdict:
     """Sampled verification. Exact for any draft, provided `draft_probs` are those the tokens were drawn from.
@@ -50,7 +50,7 @@ def verify_chain(
     """
     batch, num_drafted = draft_tokens.shape
     if uniforms is None:
-        uniforms = torch.rand(batch, num_drafted, dtype=torch.float64, device=draft_tokens.device, generator=generator)
+        uniforms = random_numbers((batch, num_drafted), draft_tokens.device, generator)
     chosen = draft_tokens[..., None]  # (B, K, 1)
     target_chosen = target_probs[:, :num_drafted].gather(-1, chosen)[..., 0]  # (B, K)
     draft_chosen = 1.0 if draft_probs is None else draft_probs.gather(-1, chosen)[..., 0]

@@ -81,8 +81,10 @@ class RollbackLayer(DynamicLayer):
 class RollbackCache(Cache):
     """One `RollbackLayer` a block. Layers with a sliding window keep all their keys and rely on their mask."""
 
+    layer_class = RollbackLayer
+
     def __init__(self, num_layers: int, capacity: int, *, static: bool, window: bool = False):
-        super().__init__(layers=[RollbackLayer(capacity, static) for _ in range(num_layers)])
+        super().__init__(layers=[self.layer_class(capacity, static) for _ in range(num_layers)])
         self.capacity, self.static = capacity, static
         self.own_mask = not window  # else transformers builds it
         self._positions: Tensor | None = None  # (1, capacity) 0, 1, 2, ...

@@ -17,6 +17,8 @@ from models.kv_cache import RollbackCache, forward_with_cache
 
 BELOW_ONE = 1 - 2**-52  # keeps u * total below the total after rounding
 
+Generators = torch.Generator | list[torch.Generator] | None  # one of all rows, or one a row
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -92,13 +94,21 @@ def _nucleus_threshold(probs: Tensor, top_p: float) -> Tensor:  # (..., V) -> (.
     return largest.gather(-1, num_inside - 1)
 
 
-def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:  # (..., V) -> (...)
+def sample(weights: Tensor, generator: Generators = None) -> Tensor:  # (..., V) -> (...)
     """Draw ids in proportion to non-negative weights, which need not sum to one. Never draws a weight of zero.
 
     Inverse of the distribution function in fp64: one uniform number a draw and one pass over the vocabulary.
     """
-    uniform = torch.rand((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device, generator=generator)
-    return sample_at(weights, uniform)
+    return sample_at(weights, random_numbers((*weights.shape[:-1], 1), weights.device, generator))
+
+
+def random_numbers(shape: Sequence[int], device: torch.device, generator: Generators) -> Tensor:  # fp64 in [0, 1)
+    """Random numbers; of a list of generators each draws one row, so that a row's numbers are its own."""
+    options = {"dtype": torch.float64, "device": device}
+    if isinstance(generator, list):
+        assert len(generator) == shape[0], (len(generator), shape)
+        return torch.stack([torch.rand(*shape[1:], generator=each, **options) for each in generator])
+    return torch.rand(*shape, generator=generator, **options)
 
 
 def sample_at(weights: Tensor, uniform: Tensor) -> Tensor:  # (..., V), (..., 1) fp64 in [0, 1) -> (...)
