@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ class LLM:
     def __init__(self, **options):
         print("INFO starting")
         Path(os.environ["FAKE_LOG"]).write_text(json.dumps(options))
+        Path(os.environ["FAKE_LOG"]).with_name("pid").write_text(str(os.getpid()))
         if os.environ.get("FAKE_BROKEN"): raise ValueError("no such architecture")
     def generate(self, prompts, params, use_tqdm):
         print("INFO a prompt")
@@ -51,6 +53,12 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_engine_answers_in_turn_and_ends_with_the_block(fake_vllm: Path) -> None:
     with engine_turns("a/model", [[5, 6], [7]], **OPTIONS, log=fake_vllm / "vllm.log") as turn:
         answers = [turn(number) for number in (1, 0, 1)]
+        process = Path("/proc") / (fake_vllm / "pid").read_text()
+        deadline = time.monotonic() + 30
+        while "State:\tT" not in (process / "status").read_text():  # stopped: it leaves the cores to ours
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert not process.exists()
     assert [answer["token_ids"] for answer in answers] == [[7] * 4, [5] * 4, [7] * 4]
     assert all(answer["seconds"] >= 0.008 for answer in answers)
     engine = json.loads((fake_vllm / "options.json").read_text())

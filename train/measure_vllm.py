@@ -1,7 +1,7 @@
 """Our plain greedy decoding against vLLM's on the same target, by turns: is the base of every speed-up a fair one?
 
 vLLM runs in its own environment (`make setup-vllm`) as it comes: compiled where there is a C++ compiler, else eager.
-One engine lives through all turns, waiting while ours decodes. Same weights, prompts of random ids, tokens, threads.
+One engine lives through all turns, stopped while ours decodes. Same weights, prompts of random ids, tokens, threads.
 """
 
 import shutil

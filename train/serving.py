@@ -166,7 +166,8 @@ def engine_turns(
 ) -> Iterator[Callable[[int], dict[str, Any]]]:
     """A greedy engine that lives as long as the block. Yields a function: prompt number -> its seconds and token_ids.
 
-    Texts run to max_new_tokens. Raises ServingError with the end of the log where the engine dies.
+    Between turns its processes are stopped: vLLM's readers spin for a second after each message, on the cores that our
+    own turn needs. Texts run to max_new_tokens. Raises ServingError with the end of the log where the engine dies.
     """
     job = {
         "engine": {**_engine(model, dtype, max_model_len), "enforce_eager": enforce_eager},
@@ -186,9 +187,12 @@ def engine_turns(
                 return json.loads(line)
 
             def turn(number: int) -> dict[str, Any]:
+                os.killpg(process.pid, signal.SIGCONT)
                 with suppress(BrokenPipeError):  # the missing answer says it better
                     print(number, file=process.stdin, flush=True)
-                return answer()
+                found = answer()
+                os.killpg(process.pid, signal.SIGSTOP)
+                return found
 
             too_long = threading.Timer(START_LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
             too_long.start()
@@ -301,6 +305,8 @@ def _process(arguments: list[str], model: str, log: Path, *, by_pipes: bool = Fa
             for stream in filter(None, (process.stdin, process.stdout)):
                 with suppress(BrokenPipeError):
                     stream.close()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGCONT)  # one that waits for its turn could not end
             for number in (signal.SIGTERM, signal.SIGKILL):
                 try:
                     os.killpg(process.pid, number)
