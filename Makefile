@@ -5,7 +5,7 @@ ARGS ?=
 RUN ?=
 run_arg = $(if $(RUN),run=$(RUN))
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-peer setup-vllm quickstart test test-fast test-long lint cache train eval-alpha eval-decode failure-modes tune theory report dashboard export verify-cache regenerate bench gpu-check serve-check check-export import-head
+.PHONY: help setup setup-peer setup-vllm quickstart test test-fast test-long lint cache train eval-alpha eval-decode compare failure-modes tune theory report dashboard export verify-cache regenerate bench gpu-check serve-check check-export import-head
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -67,6 +67,9 @@ eval-decode: setup ## the speculative loop against plain decoding, newest run or
 
 tune: setup ## which method to use here: a profile, predictions, the best measured, outputs/skill-speculative-tuning.md
 	$(PY) -m eval.tune $(run_arg) $(ARGS)
+
+compare: setup ## drafts, lookahead and Hugging Face's generate in one table: RUN=checkpoints/NAME or ARGS="'compare.runs=[NAME,NAME]'"
+	$(PY) -m eval.compare $(run_arg) $(ARGS)
 
 failure-modes: setup ## where speculation is slower than plain decoding, and why: newest run or RUN=checkpoints/NAME
 	$(PY) -m eval.failure_modes $(run_arg) $(ARGS)
