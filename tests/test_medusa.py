@@ -177,6 +177,7 @@ def test_padded_ids_leave_heads_made_elsewhere(tmp_path: Path) -> None:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def by_hand(target: Target, heads: MedusaHeads, rows: Rows) -> tuple[list[float], list[float], list[int]]:
     """KL over the draft vocabulary, alpha and counts of every head, slot by slot."""
     num_heads, ids_of = heads.config.num_heads, heads.draft_vocab
