@@ -28,8 +28,9 @@ SAMPLED = Method(1.0, "chain_k3", TreeShape.chain(3), "probabilistic")
 
 FAKE_VLLM = '''
 """As much of vLLM as the client touches: every prompt drafts and accepts by its length, totals grow."""
-import json, os
+import json, os, torch
 from pathlib import Path
+from vllm.v1.sample import rejection_sampler
 
 class Metric:
     def __init__(self, name, value):
@@ -41,7 +42,9 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, **options):
-        Path(os.environ["FAKE_LOG"]).write_text(json.dumps(options))
+        temperatures, ends = torch.tensor([0.7, -1.0]), torch.tensor([2, 5])
+        expanded = rejection_sampler.expand_batch_to_tokens(temperatures, ends, 5, replace_from=-1, replace_to=1)
+        Path(os.environ["FAKE_LOG"]).write_text(json.dumps(options | {"expanded": expanded.tolist()}))
         if options["model"] == "broken": raise ValueError("no such architecture")
         self.spec = options["speculative_config"]
         self.totals = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "accepted_tokens_per_pos": [0, 0]}
@@ -63,8 +66,16 @@ class LLM:
 
 @pytest.fixture
 def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module called vllm for the client, which then runs in our own environment; the file its options go to."""
-    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    """A package called vllm for the client, which then runs in our own environment; the file its options go to."""
+    files = {
+        "__init__.py": FAKE_VLLM,
+        "platforms.py": "class current_platform:\n    is_cpu = staticmethod(lambda: True)\n",
+        "v1/sample/rejection_sampler.py": "def expand_batch_to_tokens(x, *args, **options): return x * 0\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "vllm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "options.json"))
     monkeypatch.setattr(train.serving, "VLLM_PYTHON", Path(sys.executable))
@@ -91,6 +102,9 @@ def test_each_prompt_has_its_own_counters(fake_vllm: Path, tmp_path: Path) -> No
         "method": "eagle3", "model": "head", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"
     }  # fmt: skip
     assert options["dtype"] == "bfloat16" and options["disable_log_stats"] is False and options["enforce_eager"]
+    assert options["expanded"] == pytest.approx([0.7, 0.7, 1, 1, 1]), (
+        "the client mends the temperatures of drafted tokens"
+    )
     [plain] = generate("target", [[1]], dtype=torch.float32, max_model_len=9, max_new_tokens=1, log=tmp_path / "log")
     assert plain == Served([0], Counts(0, 0, ()))
 
