@@ -133,7 +133,7 @@ def test_sampled_text_is_exact_whatever_decides_by_the_past(method, kind):
     target, draft = second_order_pair()
     shape, options = TreeShape.parse(method), {"vocab_size": VOCAB, "params": SamplingParams(1.0)}
     drafter = DraftModelChain(draft, **options) if shape.kind == "chain" else DraftModelTree(draft, shape, **options)
-    counts, paused, rounds = counts_with(drafter, shape, lambda: Adversary(kind), 1_500, num_tokens=4)
+    counts, paused, rounds = counts_with(drafter, shape, lambda: Adversary(kind), 1_000, num_tokens=4)
     assert 0.1 < paused / rounds < 0.9  # both kinds of steps
     exact = exact_probs(target, {"temperature": 1.0}, num_tokens=4)
     assert chi_square_p_value(counts, exact) > 0.01 / (2 * len(KINDS))
@@ -154,7 +154,7 @@ def test_a_decision_that_sees_the_verdict_is_not_exact():
 
     target, draft = second_order_pair()
     drafter = Peeks(draft, vocab_size=VOCAB, params=SamplingParams(1.0))
-    counts, _, _ = counts_with(drafter, TreeShape.chain(1), lambda: None, 1_500, num_tokens=3)
+    counts, _, _ = counts_with(drafter, TreeShape.chain(1), lambda: None, 1_000, num_tokens=3)
     assert chi_square_p_value(counts, exact_probs(target, {"temperature": 1.0}, num_tokens=3)) < 1e-6
 
 
@@ -180,7 +180,7 @@ def test_greedy_text_stays_and_drafting_goes_on_as_if_nothing_had_paused(target,
     draft = {"draft": lambda: first_blocks(target.model, 7), "none": lambda: None}.get(
         kind, lambda: random_head(target, kind)
     )()
-    for prompt in prompts(3):
+    for prompt in prompts(2):
         options = {"max_new_tokens": 40, "eos_token_ids": ()}
         plain = speculative_decode(target, None, prompt, **options)
         options |= {"method": method, "record_trees": 100}

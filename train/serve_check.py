@@ -311,6 +311,8 @@ def check_settings(decode: Mapping[str, Any]) -> None:
     for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if decode[key] != off:
             raise UserError(f"decode.{key}={decode[key]}: vLLM filters the target alone; leave it at {off}")
+    if decode["fallback"] != "never":
+        raise UserError(f"decode.fallback={decode['fallback']}: vLLM drafts in every round; leave it at never")
     for name in decode["methods"]:
         if not name.startswith("chain_"):
             raise UserError(f"decode.methods={list(decode['methods'])}: vLLM drafts chains; leave {name} out")
