@@ -342,7 +342,7 @@ def test_scalars_for_comparing_runs():
 
 
 def wandb_records(data: bytes) -> bytes:
-    """What a .wandb file (LevelDB's log format) holds, without the headers of its blocks: they may stand within a key."""
+    """What a .wandb file (LevelDB's log format) holds without its headers, one of which may stand within a key."""
     content, at, block = b"", 7, 32_768
     while at + 7 <= len(data):
         if block - at % block < 7:  # no room for another header
