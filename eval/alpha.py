@@ -22,7 +22,7 @@ from data.rows import Rows, load_rows
 from eval.entry import entry
 from eval.html_report import write_report
 from eval.report import print_metrics
-from eval.results import Metric, make_header, merge_results
+from eval.results import Metric, merge_results
 from eval.run import Pair, load_pair, needs_draft
 from eval.stats import ratio_ci
 from eval.wandb_media import log_to_wandb
@@ -342,13 +342,7 @@ def evaluate_pair(
         position_buckets=list(alpha["position_buckets"]),
         seed=seed,
     )
-    header = make_header(
-        device=pair.target.device,
-        dtype=pair.target.dtype,
-        target=pair.target_fingerprint,
-        draft=pair.draft_fingerprint,
-        data={"held_out": rows.fingerprint()},
-    )
+    header = pair.header(held_out=rows.fingerprint())
     measured = tuple(f"{key}/" for key in metrics if key.startswith("alpha_expected/"))  # their former buckets go
     path = merge_results(
         Path(output_root) / pair.name / "results.json", header, metrics,

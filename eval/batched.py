@@ -15,15 +15,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from eval.batched_drafters import Chains, ChainsDrafter, Draws, Rows, make_chains_drafter
-from eval.drafters import DRAFT_SAMPLING, Clock, best_token
-from eval.loop import DecodeResult, Round, check_vocabulary, count_emitted, reason_to_stop
+from eval.drafters import Clock, best_token
+from eval.loop import DecodeResult, Round, check_draft, check_options, count_emitted, reason_to_stop
 from eval.medusa_drafter import check_depth
 from eval.tree import TreeShape
 from eval.verification import verify_chain, verify_greedy
-from models.eagle import TAPS, EagleHead, check_fits, check_widths
+from models.eagle import TAPS
 from models.errors import UserError
 from models.kv_cache import forward_with_cache
 from models.medusa import MedusaHeads
@@ -89,11 +88,7 @@ def speculative_decode_batch(
     positions, a draft that does not fit, or a model with sliding windows.
     """
     params = SamplingParams.of(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **unsupported_filters)
-    if draft_sampling not in DRAFT_SAMPLING:
-        raise UserError(f"draft_sampling={draft_sampling}: unknown; use one of {', '.join(DRAFT_SAMPLING)}")
-    for name, value in (("draft_len", draft_len), ("max_new_tokens", max_new_tokens)):
-        if value < 1:
-            raise UserError(f"{name}={value}: must be 1 or more")
+    check_options(draft_sampling, draft_len=draft_len, max_new_tokens=max_new_tokens)
     shape = TreeShape.parse(method) if isinstance(method, str) else method or TreeShape.chain(draft_len)
     if shape.kind != "chain":
         raise UserError(f"method={shape}: batches decode by chains only; use for example chain_k4")
@@ -110,12 +105,8 @@ def speculative_decode_batch(
             )
     drafter = None
     if draft is not None:
-        if isinstance(draft, PreTrainedModel):
-            check_vocabulary(target, draft)
-        elif isinstance(draft, EagleHead):
-            check_fits(draft.config, target, "head")
-        elif isinstance(draft, MedusaHeads):
-            check_widths(draft.config, target, "heads")
+        check_draft(target, draft)
+        if isinstance(draft, MedusaHeads):
             check_depth(shape, draft)
         drafter = make_chains_drafter(draft, vocab_size=target.vocab_size, params=params, draft_sampling=draft_sampling)
     ends = target.eos_token_ids if eos_token_ids is None else eos_token_ids

@@ -30,7 +30,7 @@ from eval.loop import DecodeResult, check_vocabulary, speculative_decode
 from eval.measures import Method, Trial, accepted_histogram, decode_metrics
 from eval.prompts import Prompt, load_prompts, prompts_fingerprint
 from eval.report import DECODE_COLUMNS, decode_row, print_table
-from eval.results import Metric, make_header, merge_results, write_atomic
+from eval.results import Metric, merge_results, write_atomic
 from eval.run import Pair, is_without_draft, load_pair
 from eval.text_view import text_view
 from eval.tree import TreeShape
@@ -232,13 +232,7 @@ def decode_pair(
     metrics = all_metrics(trials, differences)
 
     folder = Path(output_root) / pair.name
-    header = make_header(
-        device=target.device,
-        dtype=target.dtype,
-        target=pair.target_fingerprint,
-        draft=pair.draft_fingerprint,
-        data={"prompts": prompts_fingerprint(prompts)},
-    )
+    header = pair.header(prompts=prompts_fingerprint(prompts))
     title = f"{pair.draft_name} for {target.name}"
     # of an earlier call's figures for a set, temperature and method nothing stays beside the new ones
     measured = tuple(key.removeprefix("fallback_steps") for key in metrics if key.startswith("fallback_steps/"))

@@ -25,7 +25,7 @@ from eval.failure_view import plot_part, print_part, sentences
 from eval.html_report import write_report
 from eval.loop import check_vocabulary
 from eval.prompts import load_prompts, prompts_fingerprint
-from eval.results import make_header, write_atomic
+from eval.results import write_atomic
 from eval.run import Pair, load_pair
 from eval.tree import TreeShape
 from eval.wandb_media import log_to_wandb
@@ -63,13 +63,7 @@ def run_failure_modes(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "failure_modes.json"
     prompts = load_prompts(settings["sets"], pair.target.tokenizer, num_prompts=settings["num_prompts"])
-    header = make_header(
-        device=pair.target.device,
-        dtype=pair.target.dtype,
-        target=pair.target_fingerprint,
-        draft=pair.draft_fingerprint,
-        data={"prompts": prompts_fingerprint(prompts)},
-    )
+    header = pair.header(prompts=prompts_fingerprint(prompts))
     held = {part["name"]: part for part in read_parts(path, header, overwrite=overwrite)}
     title = f"{pair.draft_name} for {pair.target.name}"
     for name in settings["parts"]:

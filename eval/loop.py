@@ -128,11 +128,7 @@ def speculative_decode(
     vocabulary differs.
     """
     params = SamplingParams.of(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **unsupported_filters)
-    if draft_sampling not in DRAFT_SAMPLING:
-        raise UserError(f"draft_sampling={draft_sampling}: unknown; use one of {', '.join(DRAFT_SAMPLING)}")
-    for name, value in (("draft_len", draft_len), ("max_new_tokens", max_new_tokens)):
-        if value < 1:
-            raise UserError(f"{name}={value}: must be 1 or more")
+    check_options(draft_sampling, draft_len=draft_len, max_new_tokens=max_new_tokens)
     rule = make_fallback(fallback)
     shape = TreeShape.parse(method) if isinstance(method, str) else method
     shape = shape or getattr(draft, "shape", None) or TreeShape.chain(draft_len)
@@ -146,12 +142,7 @@ def speculative_decode(
             )
         drafter = NoDraft()
     elif isinstance(draft, nn.Module):
-        if isinstance(draft, PreTrainedModel):
-            check_vocabulary(target, draft)
-        elif isinstance(draft, EagleHead) and isinstance(target, Target):
-            check_fits(draft.config, target, "head")
-        elif isinstance(draft, MedusaHeads) and isinstance(target, Target):
-            check_widths(draft.config, target, "heads")
+        check_draft(target, draft)
         drafter = make_drafter(draft, shape, vocab_size=vocab_size, params=params, draft_sampling=draft_sampling)
     else:
         drafter = draft
@@ -374,6 +365,25 @@ def reason_to_stop(
 def real_vocab_size(target: Target | PreTrainedModel) -> int:
     """Ids that carry mass. A bare model does not tell its padded ids: all of its head counts."""
     return target.vocab_size if isinstance(target, Target) else target.get_output_embeddings().weight.shape[0]
+
+
+def check_options(draft_sampling: str, **lengths: int) -> None:
+    """Raises UserError, naming the option."""
+    if draft_sampling not in DRAFT_SAMPLING:
+        raise UserError(f"draft_sampling={draft_sampling}: unknown; use one of {', '.join(DRAFT_SAMPLING)}")
+    for name, value in lengths.items():
+        if value < 1:
+            raise UserError(f"{name}={value}: must be 1 or more")
+
+
+def check_draft(target: Target | PreTrainedModel, draft: nn.Module) -> None:
+    """Raises UserError where a draft was made for another target. What a head needs only a Target tells."""
+    if isinstance(draft, PreTrainedModel):
+        check_vocabulary(target, draft)
+    elif isinstance(target, Target) and isinstance(draft, EagleHead):
+        check_fits(draft.config, target, "head")
+    elif isinstance(target, Target) and isinstance(draft, MedusaHeads):
+        check_widths(draft.config, target, "heads")
 
 
 def check_vocabulary(target: Target | PreTrainedModel, draft: PreTrainedModel) -> None:

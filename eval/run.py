@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+from eval.results import make_header
 from models.drafts import load_draft
 from models.eagle import EagleHead, is_eagle_folder, load_eagle
 from models.errors import UserError
@@ -69,6 +70,16 @@ class Pair:
     @property
     def target_fingerprint(self) -> dict[str, str]:
         return {"name": self.target.name, **self.target.fingerprint()}
+
+    def header(self, **data: str) -> dict[str, Any]:
+        """Of a results file about this pair. data: fingerprints of what it was measured on."""
+        return make_header(
+            device=self.target.device,
+            dtype=self.target.dtype,
+            target=self.target_fingerprint,
+            draft=self.draft_fingerprint,
+            data=data,
+        )
 
     @property
     def draft_fingerprint(self) -> dict[str, str]:

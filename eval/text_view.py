@@ -41,7 +41,7 @@ def text_view(
 def acceptance(method: Method, trial: Trial) -> str:
     """tau of one text, and alpha where it is defined: a tree offers several tokens for one place."""
     tau = f"tau {trial.ours.tau:.2f}"
-    return f"alpha {trial.ours.alpha:.2f}, {tau}" if method.shape.kind == "chain" else tau
+    return f"alpha {trial.ours.alpha:.2f}, {tau}" if method.shape.kind in ("chain", "ngram") else tau
 
 
 def mark_accepted(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], is_accepted: Sequence[bool]) -> str:

@@ -338,15 +338,20 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
         raise UserError(f"draft {folder}: cannot be read as a head ({told}); save it again") from None
     if config.version == 3:
         state["tap_scale"] = head.tap_scale  # folded into fc
-    if differing := sorted(state.keys() ^ head.state_dict().keys()):
-        raise UserError(f"draft {folder}: tensor {differing[0]} is missing or unknown; save the head again")
-    try:
-        head.load_state_dict(state, strict=True)
-    except RuntimeError as error:
-        raise UserError(f"draft {folder}: {str(error).splitlines()[-1].strip()}; save the head again") from None
+    load_strictly(head, state, folder)
     check_fits(head.config, target, str(folder))
     drop_padded_ids(head, target)
     return head.float().eval()
+
+
+def load_strictly(head: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
+    """Raises UserError, naming a tensor, unless `state` has every tensor of the head, in its shape, and no other."""
+    if differing := sorted(state.keys() ^ head.state_dict().keys()):
+        raise UserError(f"draft {folder}: tensor {differing[0]} is missing or unknown; save the draft again")
+    try:
+        head.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        raise UserError(f"draft {folder}: {str(error).splitlines()[-1].strip()}; save the draft again") from None
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from models.eagle import FINAL_HIDDEN, check_widths
+from models.eagle import FINAL_HIDDEN, check_widths, load_strictly
 from models.errors import UserError
 from models.target import Target
 
@@ -169,12 +169,7 @@ def load_medusa(folder: str | Path, target: Target) -> MedusaHeads:
         raise UserError(f"draft {folder}: cannot be read as Medusa heads ({told}); save them again") from None
     if heads.config.truncated_vocab_size == heads.config.vocab_size:
         state.setdefault("token_map", heads.token_map)
-    if differing := sorted(state.keys() ^ heads.state_dict().keys()):
-        raise UserError(f"draft {folder}: tensor {differing[0]} is missing or unknown; save the heads again")
-    try:
-        heads.load_state_dict(state, strict=True)
-    except RuntimeError as error:
-        raise UserError(f"draft {folder}: {str(error).splitlines()[-1].strip()}; save the heads again") from None
+    load_strictly(heads, state, folder)
     check_widths(heads.config, target, str(folder))
     ids = heads.token_map
     if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= heads.config.vocab_size:

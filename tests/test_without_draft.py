@@ -5,12 +5,14 @@ import re
 import sys
 
 import pytest
+import torch
 
 import eval.alpha
 import eval.decode
 import train.distill
 import train.serve_check
 from eval.decode import decode_trials
+from eval.loop import speculative_decode
 from eval.prompts import load_prompts
 from models.target import Target
 from models.tiny import byte_tokenizer, random_model
@@ -72,3 +74,21 @@ def test_what_needs_a_draft_says_so_in_one_line(main, arguments, told, tmp_path,
         call(main, ["draft=none", *arguments], tmp_path, monkeypatch)
     [line] = capsys.readouterr().err.strip().splitlines()[-1:]
     assert caught.value.code == 2 and re.match(f"error: {told}", line)
+
+
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_gpt2"])
+@pytest.mark.parametrize("method", ["ngram_n3_k5", "ngram_n1_k2", "lookahead_w5_n3_g5", "lookahead_w3_n5_g2"])
+def test_greedy_texts_are_those_of_plain_decoding_up_to_the_last_position(model, method):
+    """Near the limit the places of lookahead's window lie beyond it."""
+    target = random_model(model)
+    limit = target.config.max_position_embeddings
+    accepted = 0
+    for length in (12, limit - 30):
+        prompt = torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        options = {"max_new_tokens": 60, "eos_token_ids": ()}
+        plain = speculative_decode(target, None, prompt, **options)
+        ours = speculative_decode(target, None, prompt, method=method, **options)
+        assert ours.token_ids == plain.token_ids and ours.finish_reason == plain.finish_reason
+        accepted += sum(round.accepted for round in ours.rounds)
+        assert plain.finish_reason == ("positions" if length > 12 else "length")
+    assert accepted > 10

@@ -321,13 +321,7 @@ def check_settings(decode: Mapping[str, Any]) -> None:
 def write_run_results(
     pair: Pair, prompts: Sequence[Prompt], metrics: Mapping[str, Metric], counts: Mapping[str, Any], out: Path
 ) -> Path:
-    header = make_header(
-        device=pair.target.device,
-        dtype=pair.target.dtype,
-        target=pair.target_fingerprint,
-        draft=pair.draft_fingerprint,
-        data={"served_prompts": prompts_fingerprint(prompts)},
-    )
+    header = pair.header(served_prompts=prompts_fingerprint(prompts))
     write_atomic(out / "served" / "counts.json", json.dumps(counts, indent=1) + "\n")
     return merge_results(out / "results.json", header, metrics)
 
