@@ -84,7 +84,7 @@ dashboard: setup ## the W&B workspace of docs/dashboard.md (needs a W&B key)
 	$(PY) -m eval.dashboard $(ARGS)
 
 export: setup ## a run for a serving engine: make export TO=vllm|sglang|trtllm|hf|speculators [RUN=checkpoints/NAME] [OUT=FOLDER]
-	$(PY) -m train.export $(run_arg) $(if $(TO),to=$(TO)) $(if $(OUT),out=$(OUT)) $(ARGS)
+	$(PY) -m train.export $(run_arg) $(if $(TO),to=$(TO)) $(if $(OUT),"out=$(OUT)") $(ARGS)
 
 verify-cache: setup ## check every byte and value: make verify-cache CACHE=cache/NAME
 	$(PY) -m data.verify $(or $(CACHE),cache)
@@ -102,7 +102,7 @@ serve-check: setup setup-vllm ## exported drafts in vLLM against our own loop; R
 	$(PY) -m train.serve_check $(run_arg) $(ARGS)
 
 check-export: setup ## what engines would get wrong about a head: make check-export FOLDER=exports/NAME [TARGET=HUB_ID_OR_FOLDER]
-	$(PY) -m train.check_export $(if $(FOLDER),folder=$(FOLDER)) $(if $(TARGET),target=hf target.source=$(TARGET)) $(ARGS)
+	$(PY) -m train.check_export $(if $(FOLDER),"folder=$(FOLDER)") $(if $(TARGET),target=hf target.source=$(TARGET)) $(ARGS)
 
 import-head: setup ## a published head as a run that eval-alpha takes: make import-head FOLDER=... RUN=NAME TARGET=HUB_ID_OR_FOLDER
-	$(PY) -m train.import_head $(if $(FOLDER),folder=$(FOLDER)) $(if $(TARGET),target=hf target.source=$(TARGET)) $(run_arg) $(ARGS)
+	$(PY) -m train.import_head $(if $(FOLDER),"folder=$(FOLDER)") $(if $(TARGET),target=hf target.source=$(TARGET)) $(run_arg) $(ARGS)

@@ -2,11 +2,8 @@
 method and place. Every part decodes its prompts plainly and by its methods, in turn; costs are in plain target steps.
 """
 
-import gzip
-import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +14,14 @@ from eval.batched import BatchResult, speculative_decode_batch
 from eval.decode import decode_trials, prompt_seed
 from eval.failure_view import FIGURES
 from eval.measures import Method, bootstrap_figure, decode_metrics
-from eval.prompts import Prompt, load_prompts
+from eval.prompts import Prompt, load_prompts, load_prose
 from eval.results import Metric
 from eval.tree import TreeShape
 from models.errors import UserError
 from models.medusa import MedusaHeads
 from models.target import Target
 
-CORPUS = Path(__file__).parents[1] / "data" / "sample" / "corpus" / "val.jsonl.gz"
-KINDS = {"code": "humaneval", "maths": "gsm8k", "chat": "mt_bench"}  # and prose, from CORPUS
+KINDS = {"code": "humaneval", "maths": "gsm8k", "chat": "mt_bench"}  # and prose
 
 Settings = Mapping[str, Any]  # conf/failure
 Figures = dict[str, Metric]
@@ -202,18 +198,13 @@ def mixed(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def kind_prompts(target: Target, settings: Settings) -> list[Prompt]:
-    """Prompts named by their kind. Prose: beginnings of chunks of novels, without the chat template."""
+    """Prompts named by their kind."""
     count = settings["kind_prompts"]
     found = []
     for kind, set_name in KINDS.items():
         for prompt in load_prompts([set_name], target.tokenizer, num_prompts=count):
             found.append(Prompt(kind, prompt.prompt_id, prompt.text, prompt.token_ids))
-    with gzip.open(CORPUS, "rt", encoding="utf-8") as file:
-        documents = [document for document in map(json.loads, file) if document["source"].startswith("gutenberg/")]
-    for number, document in enumerate(documents[:count]):
-        ids = target.tokenizer(document["text"])["input_ids"][: settings["prose_tokens"]]
-        found.append(Prompt("prose", str(number), target.tokenizer.decode(ids), tuple(ids)))
-    return found
+    return found + load_prose(target.tokenizer, num_tokens=settings["prose_tokens"], num_prompts=count)
 
 
 PARTS: dict[str, Callable[[Target, nn.Module, Settings], Figures]] = {

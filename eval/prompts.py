@@ -1,16 +1,21 @@
-"""First-turn prompts of the benchmark sets in `data/sample/eval_prompts`, as the target reads them."""
+"""Prompts as the target reads them: first turns of the benchmark sets, files of prompts, prose to continue."""
 
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from data.masks import render_chat
+from data.prompts import read_prompts
+from data.sources import read_json_lines
 from models.errors import UserError
 
-PROMPT_ROOT = Path(__file__).parents[1] / "data" / "sample" / "eval_prompts"
+SAMPLE = Path(__file__).parents[1] / "data" / "sample"
+PROMPT_ROOT = SAMPLE / "eval_prompts"
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,33 @@ def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
     )
     return tokenizer(turn, add_special_tokens=False)["input_ids"]
+
+
+def read_prompt_file(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """First turns of a JSONL of {"messages"}, {"prompt"} or {"text"} (a chat up to its first question), in the target's
+    template; the set is named by the file. Raises UserError for a file that cannot be read, under the key `prompts`.
+    """
+    name, prompts = Path(path).name.split(".")[0], []
+    for number, chat in enumerate(read_prompts(path, turns="first")):
+        text = chat.messages[-1]["content"]
+        if tokenizer.chat_template is None or len(chat.messages) == 1:
+            ids = prompt_ids(text, tokenizer)
+        else:
+            rendered = render_chat(chat.messages, tokenizer, add_generation_prompt=True)
+            ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        prompts.append(Prompt(name, str(number), text, tuple(ids)))
+    return prompts
+
+
+def load_prose(tokenizer: PreTrainedTokenizerBase, *, num_tokens: int, num_prompts: int | None = None) -> list[Prompt]:
+    """The first `num_tokens` tokens of chunks of held-out novels, as they stand, without the chat template."""
+    lines = read_json_lines(SAMPLE / "corpus" / "val.jsonl.gz")
+    novels = ((origin, row["text"]) for origin, row in lines if row["source"].startswith("gutenberg"))
+    prompts = []
+    for origin, text in islice(novels, num_prompts):
+        ids = tokenizer(text)["input_ids"][:num_tokens]
+        prompts.append(Prompt("prose", origin.rpartition(":")[2], tokenizer.decode(ids), tuple(ids)))
+    return prompts
 
 
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:

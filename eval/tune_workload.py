@@ -4,13 +4,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.masks import render_chat
-from data.prompts import read_prompts
-from data.sources import read_json_lines
-from eval.prompts import PROMPT_ROOT, Prompt, load_prompts, prompt_ids
+from eval.prompts import PROMPT_ROOT, Prompt, load_prompts, load_prose, read_prompt_file
 from models.errors import UserError
 
-PROSE, PROSE_FILE, PROSE_TOKENS = "prose", Path(__file__).parents[1] / "data/sample/corpus/val.jsonl.gz", 100
+PROSE, PROSE_TOKENS = "prose", 100
 
 
 def read_workload(source: str, tokenizer: PreTrainedTokenizerBase, *, limit: int, max_tokens: int) -> list[Prompt]:
@@ -22,7 +19,7 @@ def read_workload(source: str, tokenizer: PreTrainedTokenizerBase, *, limit: int
     Raises UserError naming tune.prompts.
     """
     if source == PROSE:
-        prompts = _prose(tokenizer)
+        prompts = load_prose(tokenizer, num_tokens=PROSE_TOKENS)
     elif (PROMPT_ROOT / source / "question.jsonl").is_file():
         prompts = load_prompts([source], tokenizer)
     elif Path(source).suffix or Path(source).exists():
@@ -39,29 +36,8 @@ def read_workload(source: str, tokenizer: PreTrainedTokenizerBase, *, limit: int
     return fitting[:limit]
 
 
-def _prose(tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    prompts = []
-    for origin, row in read_json_lines(PROSE_FILE):
-        if not row["source"].startswith("gutenberg"):  # code and documentation
-            continue
-        ids = tokenizer(row["text"][: 10 * PROSE_TOKENS])["input_ids"][:PROSE_TOKENS]
-        prompts.append(Prompt(PROSE, origin.rpartition(":")[2], tokenizer.decode(ids), tuple(ids)))
-    return prompts
-
-
 def _from_file(source: str, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    name = Path(source).name.split(".")[0]
-    prompts = []
     try:
-        chats = read_prompts(source, turns="first")
+        return read_prompt_file(source, tokenizer)
     except UserError as error:
         raise UserError(f"{'tune.' if str(error).startswith('prompts=') else ''}{error}") from None
-    for number, prompt in enumerate(chats):
-        text = prompt.messages[-1]["content"]
-        if tokenizer.chat_template is None or len(prompt.messages) == 1:
-            ids = prompt_ids(text, tokenizer)
-        else:
-            rendered = render_chat(prompt.messages, tokenizer, add_generation_prompt=True)
-            ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        prompts.append(Prompt(name, str(number), text, tuple(ids)))
-    return prompts

@@ -28,13 +28,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from data.masks import render_chat
-from data.prompts import read_prompts
 from eval.decode import check_decode, methods_at, prompt_seed
 from eval.entry import entry
 from eval.loop import DecodeResult, speculative_decode
 from eval.measures import Method
-from eval.prompts import Prompt, load_prompts, prompt_ids, prompts_fingerprint
+from eval.prompts import Prompt, load_prompts, prompts_fingerprint, read_prompt_file
 from eval.report import print_table
 from eval.results import Metric, make_header, merge_results, write_atomic
 from eval.run import Pair, draft_fingerprint, load_for, load_pair, needs_draft
@@ -285,15 +283,7 @@ def prompts_of(cfg: DictConfig, target: Target) -> list[Prompt]:
     if cfg.prompts is None:
         prompts = load_prompts(cfg.decode.sets, target.tokenizer, num_prompts=cfg.decode.num_prompts)
     else:
-        prompts = []
-        for number, chat_prompt in enumerate(read_prompts(cfg.prompts, turns="first")[: cfg.decode.num_prompts]):
-            text = chat_prompt.messages[-1]["content"]
-            if target.tokenizer.chat_template:
-                turn = render_chat(chat_prompt.messages, target.tokenizer, add_generation_prompt=True)
-                ids = target.tokenizer(turn, add_special_tokens=False)["input_ids"]
-            else:
-                ids = prompt_ids(text, target.tokenizer)
-            prompts.append(Prompt("prompts", str(number), text, tuple(ids)))
+        prompts = read_prompt_file(cfg.prompts, target.tokenizer)[: cfg.decode.num_prompts]
     room = target.max_positions - cfg.decode.max_new_tokens
     if too_long := [prompt for prompt in prompts if len(prompt.token_ids) >= room]:
         print(f"serve-check: {len(too_long)} of {len(prompts)} prompts left out, too long for the target's positions")
