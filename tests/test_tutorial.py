@@ -34,7 +34,8 @@ def job(command: str) -> tuple[Path, list[str]]:
     words = shlex.split(command)
     if words[0] == "make":
         env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS", "RUN")}
-        told = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, env=env, capture_output=True, text=True)
+        dry = ["make", "-n", "--no-print-directory", *words[1:]]  # another make may have started the tests
+        told = subprocess.run(dry, cwd=ROOT, env=env, capture_output=True, text=True)
         assert told.returncode == 0, told.stderr
         words = shlex.split(told.stdout.splitlines()[-1])
     assert words[1] == "-m", words
