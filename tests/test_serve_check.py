@@ -18,6 +18,7 @@ from eval.results import read_results
 from models.drafts import load_draft
 from models.errors import UserError
 from models.import_head import read_head
+from models.medusa import load_medusa
 from models.target import load_target
 from models.tiny import byte_tokenizer, random_model
 from train.serve_check import check_over_fitted, check_run
@@ -66,7 +67,9 @@ class Engine:
             config = json.loads((draft.folder / "config.json").read_text())
             tap_ids = config.get("eagle_aux_hidden_state_layer_ids", "default")
         target = load_target(self.source, dtype="fp32", device="cpu", tap_ids=tap_ids)
-        model = load_draft(draft.folder) if draft.kind == "draft_model" else read_head(draft.folder, target)
+        if draft.kind == "draft_model":
+            return target, load_draft(draft.folder).float()
+        model = load_medusa(draft.folder, target) if draft.kind == "medusa" else read_head(draft.folder, target)
         return target, model.float()
 
     def __call__(
@@ -120,11 +123,12 @@ def test_over_fitted_drafts_are_counted_as_by_our_loop(
 ) -> None:
     failures, metrics = check_over_fitted(composed(), of_the_target)
     assert failures == []
-    for kind in ("eagle3", "eagle1", "gpt2", "server"):
+    for kind in ("eagle3", "eagle1", "medusa", "gpt2", "server"):
         for figure in ("drafts", "accepted", "accepted_at/p1", "accepted_at/p3", "mean_length"):
             assert metrics[f"{kind}/ours/{figure}"].value == metrics[f"{kind}/vllm/{figure}"].value
     assert metrics["eagle3/ours/mean_length"].value > 2, "over-fitted, and hardly accepted"
-    assert [draft.kind for draft in engine.drafts] == ["eagle3", "eagle1", "draft_model", "eagle3", "eagle3"]
+    kinds = ["eagle3", "eagle1", "medusa", "draft_model", "eagle3", "eagle3"]
+    assert [draft.kind for draft in engine.drafts] == kinds
     results = read_results(tmp_path / "output" / "serve-check" / "results.json")
     assert results["metrics"]["failures"]["value"] == 0 and "eagle3_weights" in results["draft"]
     out = capsys.readouterr().out

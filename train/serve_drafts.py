@@ -37,6 +37,7 @@ SHARED = [
 KINDS = {  # overrides of train.distill
     "eagle3": ["draft=eagle3", "draft.simulation.steps=3", "optim=muon", "trainer.max_steps=45"],
     "eagle1": ["draft=eagle1", "optim=muon", "trainer.max_steps=150"],
+    "medusa": ["draft=medusa", "draft.num_heads=3", "optim=muon", "trainer.max_steps=150"],
     "gpt2": ["draft=gpt2_30m", "draft.n_layer=2", "trainer.max_steps=120"],
 }
 
@@ -122,9 +123,10 @@ def over_fitted(
     steps = next(o for o in KINDS[kind] if o.startswith("trainer.max_steps")).split("=")[1]
     options = [f"run={kind}", f"data.sources=[{sources}]", f"trainer.val_every_steps={steps}", f"overwrite={overwrite}"]
     cfg = compose("distill", overrides=[*SHARED, *KINDS[kind], *overrides, *places, *options])
+    if kind in ("eagle3", "medusa"):
+        cfg.draft.draft_vocab_size = min(DRAFT_VOCAB_SIZE, target.vocab_size // 2)
     if kind == "eagle3":
         cfg.draft.init = str(folder / "scattered")
-        cfg.draft.draft_vocab_size = min(DRAFT_VOCAB_SIZE, target.vocab_size // 2)
         if overwrite or not (folder / "scattered" / "config.json").is_file():
             scattered_head(target, answers, cfg, folder / "scattered")
     return distill(cfg)

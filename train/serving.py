@@ -87,7 +87,7 @@ class Draft:
     """An exported folder, and how vLLM is to draft with it."""
 
     folder: Path
-    kind: str  # draft_model | eagle1 | eagle3
+    kind: str  # draft_model | eagle1 | eagle3 | medusa
     draft_len: int
     draft_sampling: str = "greedy"  # above T = 0; vLLM's own default
 
