@@ -288,7 +288,8 @@ body{max-width:1340px}section{margin-top:1.5rem}.told.fastest{font-weight:600}.t
 nav{margin:.6rem 0;display:flex;flex-wrap:wrap;gap:.3rem 1.1rem}nav a{color:var(--on)}
 table{border-collapse:collapse;font-size:.84rem;font-variant-numeric:tabular-nums;margin:.8rem 0 .2rem}
 th,td{padding:.16rem .55rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
-th{border-bottom:2px solid var(--line)}th.text,td.text{text-align:left}th.text{font:inherit;font-weight:700}
+th{border-bottom:2px solid var(--line)}th.text{font:inherit;font-weight:700}
+th.text,td.text{text-align:left;white-space:nowrap;margin:0}
 tr.overall td{font-weight:600}tr.slower td{color:#c2410c}
 #learning-curves .plot{display:inline-block;width:49%;min-width:420px}
 .plot img{max-width:min(100%,1150px);height:auto;background:#fff;border-radius:6px}
