@@ -34,7 +34,7 @@ from eval.html_tables import (
 from eval.html_view import page_parts, page_style
 from eval.plots import plot_loss, plot_snapshots, plot_val_alpha, read_metrics_csv
 from eval.report import as_metrics, decoded, overall
-from eval.results import read_results, write_atomic
+from eval.results import makers, read_results, write_atomic
 from eval.run import load_run, run_of_snapshot
 from eval.wandb_media import log_to_wandb
 from models.errors import UserError
@@ -177,7 +177,8 @@ def html_report(
         links.append(f'<a href="#{anchor}">{name}</a>')
         body.append(f'<section id="{anchor}"><h2>{name}</h2>{"".join(parts)}</section>')
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    measured = f"{results['dtype']} on {results['device']}; commit {results['git_sha'][:12]}; {versions}"
+    places = dict.fromkeys(f"{maker['dtype']} on {maker['device']}" for maker in makers(results, results["metrics"]))
+    measured = f"{' and '.join(places)}; commit {results['git_sha'][:12]}; {versions}"
     return _PAGE.format(
         title=html_text(title),
         style=style + _CSS,

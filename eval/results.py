@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -28,6 +28,7 @@ import torch
 from models.errors import UserError
 
 HEADER_KEYS = ("command", "git_sha", "device", "dtype", "versions", "target", "draft", "data")
+MADE_BY = ("command", "git_sha", "device", "dtype")
 _REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -92,7 +93,7 @@ def merge_results(
             for merge in old.get("merges", [])
             if (kept := [key for key in merge["keys"] if key in before and key not in metrics])
         ]
-        made_by = {key: merged[key] for key in ("command", "git_sha", "device", "dtype")}
+        made_by = {key: merged[key] for key in MADE_BY}
         merged["merges"].append({**made_by, "keys": sorted(metrics)})
         write_atomic(path, json.dumps(merged, indent=1, allow_nan=False) + "\n")
     return path
@@ -104,6 +105,12 @@ def read_results(path: str | Path) -> dict[str, Any]:
     if not results:
         raise UserError(f"{path}: no results there; run eval.alpha or eval.decode first")
     return results
+
+
+def makers(results: Mapping[str, Any], keys: Collection[str]) -> list[dict[str, str]]:
+    """Command, commit, device and dtype of the merges that made any of `keys`; of the header where none is recorded."""
+    merges = [merge for merge in results.get("merges", []) if not set(keys).isdisjoint(merge["keys"])]
+    return [{key: merge[key] for key in MADE_BY} for merge in merges or [results]]
 
 
 def make_header(

@@ -35,7 +35,7 @@ class Card:
     facts: Mapping[str, Any]  # shape of the draft
     notes: list[str] = field(default_factory=list)
     metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # key -> {"value", "ci95", "n"}
-    measured: Mapping[str, Any] = field(default_factory=dict)  # device, dtype, command of the metrics
+    measured: list[Mapping[str, str]] = field(default_factory=list)  # command, git_sha, device, dtype of the metrics
     sources: list[Mapping[str, Any]] = field(default_factory=list)
     made_by: Mapping[str, Any] = field(default_factory=dict)  # command, commit, versions, fingerprints
 
@@ -67,8 +67,17 @@ def metrics_text(card: Card) -> str:
     if not card.metrics:
         return "Nothing yet: `python -m eval.alpha` and `python -m eval.decode` on the run, then export again."
     rows = [(key, figure(m), m.get("n", "")) for key, m in card.metrics.items()]
-    by = ", ".join(f"{key} {value}" for key, value in card.measured.items())
-    return table(("metric", "value [95 % interval]", "n"), rows) + (f"\n\nMeasured with: {by}." if by else "")
+    by = "".join(f"\n- {maker_text(maker)}" for maker in card.measured if maker)
+    return table(("metric", "value [95 % interval]", "n"), rows) + (f"\n\nMeasured by\n{by}" if by else "")
+
+
+def maker_text(maker: Mapping[str, str]) -> str:
+    """`command` (bfloat16 on a CPU, commit abc), as far as it is known."""
+    where = " on ".join(maker[key] for key in ("dtype", "device") if key in maker)
+    commit = f"commit {maker['git_sha']}" if "git_sha" in maker else ""
+    told = ", ".join(part for part in (where, commit) if part)
+    command = f"`{maker['command']}`" if "command" in maker else ""
+    return f"{command} ({told})" if command and told else command or told
 
 
 def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -354,8 +354,11 @@ def runs(tmp_path_factory, target, tiny_gpt2_target) -> Path:
         (folder / "resolved_config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
         info = {"command": f"python -m train.distill run={name}", "git_sha": "abc", "metrics": {}, "steps": 7}
         (folder / "run.json").write_text(json.dumps(info))
-    results = {key: {} for key in ("target", "draft", "data")} | {"device": "a CPU", "dtype": "float32"}
-    results |= {"command": "c", "git_sha": "def", "versions": {}, "metrics": METRICS}
+    results = {key: {} for key in ("target", "draft", "data", "versions")} | {"metrics": METRICS}
+    decode = {"command": "python -m eval.decode", "git_sha": "def", "device": "a CPU", "dtype": "float32"}
+    served = {**decode, "command": "python -m train.serve_check", "device": "another CPU"}  # the last to add figures
+    keys = ["served/ratio/all/T0/chain_k3"]
+    results |= served | {"merges": [{**decode, "keys": list(METRICS)}, {**served, "keys": keys}]}
     (root / "outputs" / "head").mkdir(parents=True)
     (root / "outputs" / "head" / "results.json").write_text(json.dumps(results))
     return root
@@ -392,7 +395,8 @@ def test_one_command_exports_a_run(command, tmp_path):
     card = (folder / "README.md").read_text()
     assert serve in out and f"```bash\n{serve}\n```" in card
     assert "| tau/all/T0/chain_k3 | 2.050 [1.950, 2.170] | 60 |" in card and "0.500 [0.400, 0.600]" in card
-    assert "mt_bench" not in card and "pos_0_64" not in card and "a CPU" in card
+    assert "mt_bench" not in card and "pos_0_64" not in card and "another CPU" not in card
+    assert "Measured by\n\n- `python -m eval.decode` (float32 on a CPU, commit def)\n" in card
     assert "`python -m train.distill run=head`" in card and "data/sample/smollm2_chat.jsonl.gz" in card
     assert "Of the target: unknown, see the target." in card and card.startswith("---\nlicense: other\n")
     assert "100 of 259 ids" in card and "the streams entering blocks 2, 4, 5 of 8" in card

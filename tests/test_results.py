@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from eval.results import HEADER_KEYS, Metric, git_sha, make_header, merge_results, read_results, run_info
+from eval.results import HEADER_KEYS, Metric, git_sha, make_header, makers, merge_results, read_results, run_info
 from eval.run import find_run, load_run, run_config
 from models.errors import UserError
 
@@ -51,6 +51,9 @@ def test_merge_keeps_other_keys_and_replaces_its_own(tmp_path):
     }
     assert results["data"] == {"held_out": "x", "mt_bench": "y"}
     assert [merge["keys"] for merge in results["merges"]] == [["a"], ["b", "c"]]
+    made_by = {key: results[key] for key in ("command", "git_sha", "device", "dtype")}
+    assert makers(results, ["a", "c"]) == [made_by, made_by] and makers(results, ["b"]) == [made_by]
+    assert makers({**results, "merges": []}, ["a"]) == [made_by]
 
 
 def test_nan_becomes_null(tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
-from eval.results import read_results
+from eval.results import MADE_BY, makers, read_results
 from eval.run import Run
 from models.drafts import max_positions
 from models.eagle import EagleHead
@@ -125,13 +125,14 @@ def facts(draft: EagleHead | MedusaHeads | PreTrainedModel, target: Target) -> d
     }
 
 
-def run_metrics(path: Path, run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures of results.json with their intervals, and what measured them; else the bare ones of run.json."""
+def run_metrics(path: Path, run: Run) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Figures of results.json with their intervals, and the commands that made them; else the bare ones of run.json."""
     if path.is_file():
         results = read_results(path)
-        return shown_metrics(results["metrics"]), {key: results[key] for key in ("device", "dtype", "git_sha")}
+        shown = shown_metrics(results["metrics"])
+        return shown, makers(results, shown)
     bare = {key: {"value": value} for key, value in run.info.get("metrics", {}).items()}
-    return shown_metrics(bare), {key: run.info[key] for key in ("device", "git_sha") if key in run.info}
+    return shown_metrics(bare), [{key: run.info[key] for key in MADE_BY if key in run.info}]
 
 
 def made_by(run: Run) -> dict[str, Any]:
