@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import train.export
 from eval.entry import CONF_DIR
+from eval.run import draft_fingerprint
 from models.check_export import check_folder
 from models.drafts import gpt2_draft
 from models.eagle import EagleConfig, EagleHead, build_eagle
@@ -354,10 +355,11 @@ def runs(tmp_path_factory, target, tiny_gpt2_target) -> Path:
         (folder / "resolved_config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
         info = {"command": f"python -m train.distill run={name}", "git_sha": "abc", "metrics": {}, "steps": 7}
         (folder / "run.json").write_text(json.dumps(info))
-    results = {key: {} for key in ("target", "draft", "data", "versions")} | {"metrics": METRICS}
+    results = {key: {} for key in ("target", "data", "versions")} | {"metrics": METRICS}
     decode = {"command": "python -m eval.decode", "git_sha": "def", "device": "a CPU", "dtype": "float32"}
     served = {**decode, "command": "python -m train.serve_check", "device": "another CPU"}  # the last to add figures
     keys = ["served/ratio/all/T0/chain_k3"]
+    results |= {"draft": draft_fingerprint(drafts["head"][0])}
     results |= served | {"merges": [{**decode, "keys": list(METRICS)}, {**served, "keys": keys}]}
     (root / "outputs" / "head").mkdir(parents=True)
     (root / "outputs" / "head" / "results.json").write_text(json.dumps(results))
@@ -410,6 +412,17 @@ def test_one_command_exports_a_run(command, tmp_path):
 def without_process(monkeypatch):
     """The other process takes seconds to import torch; that it runs is tested above."""
     monkeypatch.setattr(train.export, "largest_difference", lambda draft, folder: reloaded_difference(draft, folder))
+
+
+def test_figures_of_another_draft_stay_out_of_the_card(command, runs, without_process, tmp_path):
+    """A run that is trained or imported anew under its name leaves its former figures in outputs."""
+    results = json.loads((runs / "outputs/head/results.json").read_text())
+    held = tmp_path / "outputs/head/results.json"
+    held.parent.mkdir(parents=True)
+    held.write_text(json.dumps(results | {"draft": {"draft_weights": "0123"}}))
+    code, out, err = command("run=head", "to=vllm", f"output_root={tmp_path / 'outputs'}")
+    assert code == 0 and f"{held} is of another draft" in out, err
+    assert "Nothing yet" in Path("exports/head-vllm/README.md").read_text()
 
 
 def test_overwrite_replaces_an_export_and_nothing_else(command, without_process, tmp_path):

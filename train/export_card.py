@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
 from eval.results import MADE_BY, makers, read_results
-from eval.run import Run
+from eval.run import Run, cast_weights, draft_fingerprint, read_draft
 from models.drafts import max_positions
 from models.eagle import EagleHead
 from models.medusa import MedusaHeads
@@ -30,7 +31,7 @@ def make_card(
     """The card of `run`, exported to `cfg.to` in the folder `out`. source: of the target, as its config names it."""
     kind = kind_of(draft)
     limit = position_limit(draft, target)
-    metrics, measured = run_metrics(Path(cfg.output_root) / run.name / "results.json", run)
+    metrics, measured = run_metrics(Path(cfg.output_root) / run.name / "results.json", run, target)
     return Card(
         name=run.name,
         kind=kind,
@@ -125,12 +126,18 @@ def facts(draft: EagleHead | MedusaHeads | PreTrainedModel, target: Target) -> d
     }
 
 
-def run_metrics(path: Path, run: Run) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """Figures of results.json with their intervals, and the commands that made them; else the bare ones of run.json."""
+def run_metrics(path: Path, run: Run, target: Target) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Figures of results.json with their intervals, and the commands that made them; else the bare ones of run.json.
+
+    Those of another draft are left out, with a line: a run trained or imported anew keeps its name.
+    """
     if path.is_file():
         results = read_results(path)
-        shown = shown_metrics(results["metrics"])
-        return shown, makers(results, shown)
+        draft = cast_weights(read_draft(target, run.folder), getattr(torch, results["dtype"]))  # as it was measured
+        if results["draft"].get("draft_weights") == draft_fingerprint(draft)["draft_weights"]:
+            shown = shown_metrics(results["metrics"])
+            return shown, makers(results, shown)
+        print(f"export: {path} is of another draft and left out; measure this one by eval.decode overwrite=true")
     bare = {key: {"value": value} for key, value in run.info.get("metrics", {}).items()}
     return shown_metrics(bare), [{key: run.info[key] for key in MADE_BY if key in run.info}]
 
