@@ -100,7 +100,8 @@ def explain(error: BaseException) -> str:
         text = "experiment: write it with a plus, for example +experiment=quickstart"
     elif "Could not find 'experiment/" in text:
         names = ", ".join(sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml")))
-        text = f"{text.split('.')[0]}; the experiments are: {names}"
+        named = re.search(r"Could not find 'experiment/([^']*)'", text)
+        text = f"+experiment={named.group(1) if named else '?'}: no such experiment; the experiments are: {names}"
     elif match := re.match(r"Could not override '([\w.]+)'\. To append to your config use \+([^ ]+)", text):
         text = no_such_key(*match.groups())
     elif "is not in struct" in text:

@@ -127,6 +127,11 @@ def read_tap_ids(found: HeadFolder, target: Target, tap_ids: Sequence[int] | Non
             f"folder={found.path}: {TAPS_KEY} is {at_top or 'not written'} at the top (inputs of blocks) and "
             f"{found.tap_outputs} in eagle_config (outputs, so inputs {inside}); say which by target.tap_ids=[...]"
         )
+    if tap_ids is None and at_top and max(at_top) >= target.num_blocks:
+        raise UserError(
+            f"folder={found.path}: it reads the inputs of blocks {at_top}, {target.name} has blocks from 0 to "
+            f"{target.num_blocks - 1}; give the target that it was trained for, target=hf target.source=..."
+        )
     return check_tap_ids(tap_ids or at_top or "default", target.num_blocks)
 
 

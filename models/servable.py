@@ -68,7 +68,10 @@ def servable(
             for config in (target_config, draft_config):
                 if config is not None and not config.model_type.startswith(TRTLLM_MODELS):
                     whose = "target" if config is target_config else "draft"
-                    return f"{name}'s PyTorch backend has no {config.model_type} model, which the {whose} is"
+                    return (
+                        f"{name}'s PyTorch backend has no {config.model_type} model, which the {whose} is; use vllm, "
+                        "sglang or hf"
+                    )
         return None
     if kind == MEDUSA:  # vLLM needs nothing of the target but its final state
         return None if engine == "vllm" else f"{name} is not known to load Medusa heads of this layout; use vllm"

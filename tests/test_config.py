@@ -83,7 +83,7 @@ MISTAKES = {
     "unknown top-level key": (["+optimiser=adam"], "optimiser: unknown top-level key"),
     "unknown group choice": (["draft=gpt5"], "gpt5"),
     "experiment without a plus": (["experiment=smoke"], "+experiment="),
-    "unknown experiment": (["+experiment=nope"], "the experiments are"),
+    "unknown experiment": (["+experiment=nope"], "+experiment=nope: no such experiment; the experiments are: gpt2_30m"),
     "missing file": ([*SMOKE, "data.sources=[{path: no/such.jsonl, kind: text}]"], "no/such.jsonl"),
     "unknown source key": ([*SMOKE, "data.sources=[{pth: a.txt}]"], "pth"),
     "no network": (["target=gpt2"], "target=smollm2_135m"),

@@ -342,7 +342,7 @@ def test_taps_as_written_as_told_or_by_default(target: Target, tmp_path: Path) -
         read_head(write(tmp_path / "d", config, tensors), target)
     assert read_head(tmp_path / "d", target, tap_ids=[1, 3, 6]).config.tap_ids == (1, 3, 6)
     config |= {TAPS: [1, 3, 8]}
-    with pytest.raises(UserError, match=r"from 0 to 7"):
+    with pytest.raises(UserError, match=r"folder=.*from 0 to 7; give the target that it was trained for"):
         read_head(write(tmp_path / "e", config | {"eagle_config": {}}, tensors), target)
 
 
