@@ -71,8 +71,8 @@ def serving_notes(to: str, kind: str, limit: int | None) -> list[str]:
         )
     if limit is not None:
         notes.append(
-            f"The draft has {limit} positions and the target more. Serve texts of at most {limit} tokens: vLLM drafts "
-            f"past them without an error, and what it drafts there is noise."
+            f"The draft has {limit} positions and the target more. Serve texts of at most {limit} tokens"
+            + (": vLLM drafts past them without an error, and what it drafts there is noise." if to == "vllm" else ".")
         )
     if kind == MEDUSA:
         notes.append(
@@ -108,6 +108,7 @@ def facts(draft: EagleHead | MedusaHeads | PreTrainedModel, target: Target) -> d
     if isinstance(draft, MedusaHeads):
         c = draft.config
         return {
+            "weights trained": common.pop("weights"),  # the folder has rows for all of the target's ids
             **common,
             "heads trained": c.num_heads,
             "reads": "the target's post-norm final state",
