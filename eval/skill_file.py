@@ -5,13 +5,14 @@ matter with name and description, then what to do in order, with the figures tha
 """
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from eval.tree import TreeShape
-from models.servable import servable
-from models.serve_command import SGLANG_ALGORITHMS, VLLM_METHODS
+from models.servable import DRAFT_MODEL, MEDUSA, servable
+from models.serve_command import SGLANG_ALGORITHMS, TRTLLM_TYPES, VLLM_METHODS
 
 Row = Mapping[str, Any]  # a candidate of the dict
 
@@ -166,9 +167,15 @@ def slower(speedup: float) -> str:
 
 def flags_section(content: Mapping[str, Any]) -> str:
     parts = [
-        "## Flags\n\nAcceptance carries over to other engines; their seconds do not, so measure there too. `make "
-        "export TO=vllm|sglang|trtllm RUN=NAME` writes the folders."
+        "## Flags\n\nGreedy acceptance carries over to other engines; their seconds do not, so measure there too. "
+        "`make export TO=vllm|sglang|trtllm RUN=NAME` writes the folders."
     ]
+    if any(of_t["choice"] for t, of_t in content["temperatures"].items() if float(t) > 0):
+        parts.append(
+            "Above T = 0 our chains draw from the draft, and so does vLLM by the flags below. An engine that proposes "
+            "the draft's best tokens instead, as vLLM does with Medusa heads, accepts other counts. vLLM 0.32.0 on a "
+            "CPU speculates wrongly there (`docs/serving.md`)."
+        )
     for t, of_t in content["temperatures"].items():
         choice = of_t["choice"]
         if choice is None:
@@ -181,8 +188,20 @@ def flags_section(content: Mapping[str, Any]) -> str:
 
 
 def own_command(content: Mapping[str, Any], choice: Row) -> str:
-    draft = f"run={content['drafts'][choice['run']]['folder']}" if choice["run"] else "draft=none"
-    return f"python -m eval.decode {draft} 'decode.methods=[{choice['method']}]' decode.fallback=auto"
+    """Of the run chosen, of any where no draft is asked, or of the pair that the command line gave."""
+    drafts = content["drafts"]
+    draft = drafts[choice["run"]] if choice["run"] else next(iter(drafts.values()), None)
+    arguments = [*content.get("arguments", [])]
+    if draft and is_run(draft):
+        arguments.append(f"run={draft['folder']}")
+    temperature = f"decode.temperatures=[{choice['temperature']:g}]"
+    arguments += [f"decode.methods=[{choice['method']}]", temperature, "decode.fallback=auto"]
+    return shlex.join(["python", "-m", "eval.decode", *arguments])
+
+
+def is_run(draft: Row) -> bool:
+    """Else its `folder` is what an off-the-shelf draft is loaded from, which engines load as it is."""
+    return draft.get("is_run", True)
 
 
 def engine_flags(content: Mapping[str, Any], of_t: Mapping[str, Any]) -> dict[str, str]:
@@ -202,35 +221,62 @@ def engine_flags(content: Mapping[str, Any], of_t: Mapping[str, Any]) -> dict[st
                 }
             )
         return {"vLLM": vllm}
-    kind, target = content["drafts"][run]["kind"], SimpleNamespace(**content["target_config"])
+    draft, target = content["drafts"][run], SimpleNamespace(**content["target_config"])
+    kind = draft["kind"]
     rows = [row for row in of_t["best_of_each_kind"] if row["run"] == run]
     best = {TreeShape.parse(row["method"]).kind: TreeShape.parse(row["method"]) for row in rows}
     chain = shape if shape.kind == "chain" else best["chain"]
     tree = shape if shape.kind == "dynamic" else best.get("dynamic", chain)
     drawn = tree if shape.kind != "chain" and kind.startswith("eagle") else chain  # by SGLang
 
-    def unless_refused(engine: str, flags: str) -> str:
-        return servable(target, kind, engine) or flags
+    is_draft_model = kind == DRAFT_MODEL and draft.get("model_type")
+    draft_config = SimpleNamespace(model_type=draft["model_type"]) if is_draft_model else None
 
-    vllm = {"method": VLLM_METHODS[kind], "model": f"exports/{run}-vllm", "num_speculative_tokens": chain.depth}
+    def unless_refused(engine: str, flags: str) -> str:
+        return servable(target, kind, engine, draft_config=draft_config) or flags
+
+    def folder(engine: str) -> str:
+        return f"exports/{run}-{engine}" if is_run(draft) else draft["folder"]
+
+    def limit(flag: str) -> str:
+        return f" {flag} {draft['max_positions']}" if draft.get("max_positions") else ""
+
+    vllm = {"method": VLLM_METHODS[kind], "model": folder("vllm"), "num_speculative_tokens": chain.depth}
+    if choice["temperature"] > 0 and kind != MEDUSA:
+        vllm["draft_sample_method"] = "probabilistic"
+    export_of = f"RUN={draft['folder']} ARGS=export.draft_len={chain.depth}"
+    of_heads = f" (`make export TO=vllm {export_of}`: it drafts with every head of the folder)"
     sglang = (
-        f"`--speculative-algorithm {SGLANG_ALGORITHMS.get(kind)} --speculative-draft-model-path exports/{run}-sglang "
+        f"`--speculative-algorithm {SGLANG_ALGORITHMS.get(kind)} --speculative-draft-model-path {folder('sglang')} "
         f"--speculative-num-steps {drawn.depth} --speculative-eagle-topk {drawn.top_k or 1} "
-        f"--speculative-num-draft-tokens {drawn.num_nodes + 1}`"
+        f"--speculative-num-draft-tokens {drawn.num_nodes + 1}{limit('--context-length')}`"
     )
-    trtllm = (
-        f"`--config exports/{run}-trtllm/trtllm.yaml`, with `max_draft_len: {chain.depth}` in it (`make export "
-        f"TO=trtllm RUN={run} ARGS=export.draft_len={chain.depth}`)"
-    )
+    if is_run(draft):
+        trtllm = (
+            f"`--config exports/{run}-trtllm/trtllm.yaml{limit('--max_seq_len')}`, with `max_draft_len: {chain.depth}` "
+            f"in it (`make export TO=trtllm {export_of}`)"
+        )
+    else:
+        config = {
+            "decoding_type": TRTLLM_TYPES.get(kind),
+            "max_draft_len": chain.depth,
+            "speculative_model": draft["folder"],
+        }
+        trtllm = (
+            f"`--config FILE{limit('--max_seq_len')}`, and in that file `disable_overlap_scheduler: true` and "
+            f"`speculative_config: {json.dumps(config)}`"
+        )
     return {
-        "vLLM": unless_refused("vllm", vllm_config(vllm)),
+        "vLLM": unless_refused(
+            "vllm", vllm_config(vllm, limit("--max-model-len")) + (of_heads if kind == MEDUSA else "")
+        ),
         "SGLang": unless_refused("sglang", sglang),
         "TensorRT-LLM": unless_refused("trtllm", trtllm),
     }
 
 
-def vllm_config(config: Mapping[str, Any]) -> str:
-    return f"`--speculative-config '{json.dumps(config)}'`"
+def vllm_config(config: Mapping[str, Any], limit: str = "") -> str:
+    return f"`--speculative-config '{json.dumps(config)}'{limit}`"
 
 
 def fallback_section(content: Mapping[str, Any]) -> str:

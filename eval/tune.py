@@ -40,8 +40,11 @@ from eval.tune_steps import (
 from eval.tune_workload import read_workload
 from models.errors import UserError
 from models.servable import kind_of
+from models.target import Target
 
 SHOWN = 12  # predictions that are kept of a temperature, beside the best of each kind
+# what the command that decodes with the choice does not take over from the one that tuned
+NOT_OF_THE_PAIR = ("tune", "run=", "decode", "output_root", "overwrite", "logger", "hydra")
 
 
 def load_pairs(cfg: DictConfig, overrides: Sequence[str]) -> dict[str, Pair]:
@@ -51,12 +54,16 @@ def load_pairs(cfg: DictConfig, overrides: Sequence[str]) -> dict[str, Pair]:
         return {pair.name: pair}
     if any(override.startswith("draft") for override in overrides):
         raise UserError(f"tune.runs={list(cfg.tune.runs)}: runs have their own drafts; leave out draft=, or tune.runs")
+    if any(override.startswith("run=") for override in overrides):
+        raise UserError(f"tune.runs={list(cfg.tune.runs)}: run={cfg.run} is given too; name it in tune.runs instead")
     pairs: dict[str, Pair] = {}
     for run in cfg.tune.runs:
         of_run = cfg.copy()
         with open_dict(of_run):
             of_run.run = run
         pair = load_pair(of_run, [*overrides, f"run={run}"])
+        if pair.name in pairs:
+            raise UserError(f"tune.runs={list(cfg.tune.runs)}: two of them are called {pair.name}; leave one out")
         if pairs:
             first = next(iter(pairs.values()))
             if pair.target.fingerprint() != first.target.fingerprint():
@@ -70,8 +77,8 @@ def load_pairs(cfg: DictConfig, overrides: Sequence[str]) -> dict[str, Pair]:
     return pairs
 
 
-def tune(pairs: Mapping[str, Pair], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the skill file is made of: plain values, as JSON holds them."""
+def tune(pairs: Mapping[str, Pair], settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What the skill file is made of: plain values, as JSON holds them. overrides: of the command line."""
     first = next(iter(pairs.values()))
     target, temperatures = first.target, settings["temperatures"]
     drafts = {
@@ -108,12 +115,10 @@ def tune(pairs: Mapping[str, Pair], settings: Mapping[str, Any]) -> dict[str, An
             draft={run: pair.draft_name for run, pair in pairs.items()},
             data={},
         ),
+        "arguments": [o for o in overrides if not o.lstrip("+~").startswith(NOT_OF_THE_PAIR)],
         "target_source": str(first.config.target.source),
         "target_config": {"model_type": config.model_type, "num_hidden_layers": config.num_hidden_layers},
-        "drafts": {
-            run: {"kind": kind_of(draft.model), "folder": str(pairs[run].run.folder if pairs[run].run else run)}
-            for run, draft in drafts.items()
-        },
+        "drafts": {run: draft_facts(pairs[run], draft, target) for run, draft in drafts.items()},
         "workload": {
             "source": settings["prompts"],
             "num_profiled": len(profiled),
@@ -149,6 +154,18 @@ def tune(pairs: Mapping[str, Pair], settings: Mapping[str, Any]) -> dict[str, An
             "choice": None if best is None else best.to_json(),
         }
     return content
+
+
+def draft_facts(pair: Pair, draft: Draft, target: Target) -> dict[str, Any]:
+    """What commands and flags need of a draft. is_run: `folder` is a run; else what an off-the-shelf draft comes from.
+    max_positions: where the draft has fewer than the target."""
+    return {
+        "kind": kind_of(draft.model),
+        "folder": str(pair.run.folder if pair.run else pair.draft_name),
+        "is_run": pair.run is not None,
+        "model_type": getattr(draft.model.config, "model_type", None),
+        "max_positions": draft.max_positions if draft.max_positions < target.max_positions else None,
+    }
 
 
 def predict_all(
@@ -199,15 +216,25 @@ def skill_path(output_root: str | Path, name: str | None) -> Path:
     return Path(output_root) / f"skill-speculative-tuning{f'-{name}' if name else ''}.md"
 
 
-@entry("tune")
-def main(cfg: DictConfig) -> None:
-    settings = OmegaConf.to_container(cfg.tune, resolve=True)
+def check_tune(settings: Mapping[str, Any]) -> None:
+    """Raises UserError, naming the key, before anything is loaded."""
     for name in settings["lookahead"]:
-        if TreeShape.parse(name).kind != "lookahead":
+        try:
+            shape = TreeShape.parse(name)
+        except UserError as error:  # written for eval.decode
+            raise UserError(str(error).replace("decode.methods=", "tune.lookahead=")) from None
+        if shape.kind != "lookahead":
             raise UserError(
                 f"tune.lookahead={settings['lookahead']}: {name} is none; use for example lookahead_w5_n3_g5"
             )
-    content = tune(load_pairs(cfg, HydraConfig.get().overrides.task), settings)
+
+
+@entry("tune")
+def main(cfg: DictConfig) -> None:
+    settings = OmegaConf.to_container(cfg.tune, resolve=True)
+    check_tune(settings)
+    overrides = HydraConfig.get().overrides.task
+    content = tune(load_pairs(cfg, overrides), settings, overrides)
     path = skill_path(cfg.output_root, settings["name"])
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path.with_suffix(".json"), json.dumps(content, indent=1) + "\n")

@@ -17,7 +17,7 @@ from eval.entry import CONF_DIR
 from eval.loop import speculative_decode
 from eval.ngram import NgramDrafter
 from eval.run import Pair
-from eval.skill_file import skill_text
+from eval.skill_file import own_command, skill_text
 from eval.theory import expected_speedup, expected_tokens
 from eval.tree import TreeShape
 from eval.tune_predict import (
@@ -403,7 +403,8 @@ def test_flags_of_the_engines():
     content = skill_content()
     text = skill_text(content)
     assert "name: speculative-tuning-prose\n" in text and "T = 1: none; decode plainly" in text
-    assert "run=checkpoints/mine 'decode.methods=[dynamic_d5_k4_n8]' decode.fallback=auto" in text
+    own = "run=checkpoints/mine 'decode.methods=[dynamic_d5_k4_n8]' 'decode.temperatures=[0]' decode.fallback=auto"
+    assert own in text
     config = json.loads(re.search(r"--speculative-config '(.*)'", text)[1])
     assert config == {"method": "eagle3", "model": "exports/mine-vllm", "num_speculative_tokens": 3}
     assert "--speculative-algorithm EAGLE3" in text
@@ -419,6 +420,48 @@ def test_flags_of_the_engines():
     content["temperatures"]["0"]["choice"] |= {"run": None, "method": "ngram_n3_k5"}
     config = json.loads(re.search(r"--speculative-config '(.*)'", skill_text(content))[1])
     assert (config["method"], config["num_speculative_tokens"], config["prompt_lookup_max"]) == ("ngram", 5, 3)
+
+
+@pytest.mark.parametrize(("draft", "run", "told"), [
+    ({"kind": "eagle3", "folder": "checkpoints/mine"}, "mine", "-m eval.decode run=checkpoints/mine"),
+    ({"kind": "eagle3", "folder": "checkpoints/mine"}, None, "-m eval.decode run=checkpoints/mine"),  # its target
+    ({"kind": "draft_model", "folder": "small", "is_run": False}, "mine",
+     "-m eval.decode target=hf target.source=large draft=hf draft.id=small"),
+    (None, None, "-m eval.decode target=hf target.source=large draft=none"),
+])  # fmt: skip
+def test_the_own_command_decodes_the_pair_that_was_tuned(draft, run, told):
+    content = skill_content()
+    content["drafts"] = {"mine": draft} if draft else {}
+    if not draft or not draft.get("is_run", True):
+        own = ["draft=hf", "draft.id=small"] if draft else ["draft=none"]
+        content["arguments"] = ["target=hf", "target.source=large", *own]
+    choice = {"run": run, "method": "chain_k2" if run else "ngram_n3_k5", "temperature": 0.7}
+    command = own_command(content, choice)
+    assert told in command and "'decode.temperatures=[0.7]'" in command
+    assert ("run=" in command) == bool(draft and draft.get("is_run", True))
+
+
+def test_flags_say_what_was_measured_and_what_an_engine_refuses():
+    content = skill_content()
+    of_t = content["temperatures"]["0"]
+    of_t["choice"] = of_t["measured"][1]
+    assert "draft_sample_method" not in skill_text(content) and "Above T = 0" not in skill_text(content)
+    # sampled chains were drawn from the draft, which is not vLLM's default
+    content["temperatures"] = {"1": of_t | {"choice": of_t["choice"] | {"temperature": 1.0}}}
+    assert '"draft_sample_method": "probabilistic"' in skill_text(content) and "Above T = 0" in skill_text(content)
+    # vLLM drafts with every Medusa head of a folder
+    content["drafts"]["mine"]["kind"] = "medusa"
+    text = skill_text(content)
+    assert "RUN=checkpoints/mine ARGS=export.draft_len=3" in text and "draft_sample_method" not in text
+    # a GPT-2 draft of few positions
+    content["drafts"]["mine"] |= {"kind": "draft_model", "model_type": "gpt2", "max_positions": 512}
+    text = skill_text(content)
+    assert "TensorRT-LLM's PyTorch backend has no gpt2 model, which the draft is" in text
+    assert "--max-model-len 512`" in text and "--context-length 512`" in text
+    # off the shelf: no export stands between
+    content["drafts"]["mine"] |= {"model_type": "llama", "is_run": False, "folder": "some/small"}
+    text = skill_text(content)
+    assert '"model": "some/small"' in text and '"speculative_model": "some/small"' in text and "exports/" not in text
 
 
 def run_main(monkeypatch, *overrides: str) -> None:
@@ -442,6 +485,7 @@ def test_the_entry_point_writes_both_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("override", "told"), [
     ("tune.lookahead=[chain_k3]", "tune.lookahead"), ("tune.name=a/b", "tune.name=a/b"), ("tune.runs=[a]", "tune.runs"),
+    ("tune.lookahead=[nope]", "tune.lookahead=nope: no such method"),
 ])  # fmt: skip
 def test_mistakes_get_one_line(override, told, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
