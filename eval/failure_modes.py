@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
 from eval.entry import entry
-from eval.failure_parts import PARTS, Settings
+from eval.failure_parts import PARTS, Settings, fitting_lengths
 from eval.failure_view import plot_part, print_part, sentences
 from eval.html_report import write_report
 from eval.loop import check_vocabulary
@@ -59,6 +59,8 @@ def run_failure_modes(
         raise UserError("draft=none: failure modes are those of a draft; give run=NAME or draft=hf draft.id=NAME")
     if isinstance(pair.draft, PreTrainedModel):
         check_vocabulary(pair.target, pair.draft)
+    if "draft_len" in settings["parts"]:
+        fitting_lengths(settings["draft_lens"], pair.draft)  # before the other parts are measured
     folder = Path(output_root) / pair.name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "failure_modes.json"
@@ -130,7 +132,10 @@ def main(cfg: DictConfig) -> None:
     settings = OmegaConf.to_container(cfg.failure, resolve=True)
     check_failure(settings)
     pair = load_pair(cfg, HydraConfig.get().overrides.task)
-    parts = run_failure_modes(pair, settings, output_root=cfg.output_root, overwrite=cfg.overwrite)
+    try:
+        parts = run_failure_modes(pair, settings, output_root=cfg.output_root, overwrite=cfg.overwrite)
+    except UserError as error:  # of a shape that this draft cannot grow
+        raise UserError(str(error).replace("decode.methods=", "failure.methods=")) from None
     folder, run_folder = Path(cfg.output_root) / pair.name, pair.run and pair.run.owner
     written = [folder / "failure_modes.json", *(folder / part["png"] for part in parts)]
     if (folder / "results.json").is_file():

@@ -40,8 +40,7 @@ def by_temperature(target: Target, draft: nn.Module, settings: Settings) -> Figu
 
 
 def by_draft_len(target: Target, draft: nn.Module, settings: Settings) -> Figures:
-    longest = draft.config.num_heads if isinstance(draft, MedusaHeads) else max(settings["draft_lens"])
-    lengths = [length for length in settings["draft_lens"] if length <= longest]
+    lengths = fitting_lengths(settings["draft_lens"], draft)
     prompts = load_prompts(settings["sets"], target.tokenizer, num_prompts=settings["num_prompts"])
     return _decoded(
         target,
@@ -187,6 +186,14 @@ def fitting_methods(methods: Sequence[str], draft: nn.Module) -> list[str]:
     if isinstance(draft, MedusaHeads):
         shapes = [shape.cut(draft.config.num_heads) if shape.needs_draft else shape for shape in shapes]
     return list(dict.fromkeys(map(str, shapes)))
+
+
+def fitting_lengths(lengths: Sequence[int], draft: nn.Module) -> list[int]:
+    """Draft lengths, no longer than there are Medusa heads. Raises UserError where all are."""
+    longest = draft.config.num_heads if isinstance(draft, MedusaHeads) else max(lengths)
+    if fitting := [length for length in lengths if length <= longest]:
+        return fitting
+    raise UserError(f"failure.draft_lens={list(lengths)}: the draft has {longest} Medusa heads; add such a length")
 
 
 def mixed(prompts: Sequence[Prompt]) -> list[Prompt]:

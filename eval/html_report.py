@@ -68,7 +68,7 @@ def write_report(folder: str | Path, *, run_folder: Path | None = None) -> list[
         results,
         title=title,
         plots={path.stem: path.read_bytes() for path in plots},
-        failures=failure_parts(folder),
+        failures=failure_parts(folder, results),
         comparison=comparison(folder.parent / "compare", results["target"]),
         generations=_read(folder, "generations.html"),
         config=_read(run_folder, "resolved_config.yaml"),
@@ -115,9 +115,17 @@ def snapshot_curves(folder: Path, target: Mapping[str, str]) -> dict[str, list[t
     return {label: sorted(points) for label, points in sorted(curves.items()) if len(points) > 1}
 
 
-def failure_parts(folder: Path) -> list[dict[str, Any]]:
-    """The parts of failure_modes.json, each with `title`, `sentences` and its plot's bytes as `data` (or None)."""
-    held = json.loads(_read(folder, "failure_modes.json") or "{}")
+def failure_parts(folder: Path, results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parts of failure_modes.json, each with `title`, `sentences` and its plot's bytes as `data` (or None); none of
+    them where they are of another target or draft than the results."""
+    try:
+        held = json.loads(_read(folder, "failure_modes.json") or "{}")
+    except ValueError:
+        raise UserError(
+            f"{folder / 'failure_modes.json'} is no file of failure modes: move it away, or measure them again"
+        ) from None
+    if any(held.get(side) != results[side] for side in ("target", "draft")):
+        return []
     return [
         {**part, "data": path.read_bytes() if (path := folder / part["png"]).is_file() else None}
         for part in held.get("parts", [])
@@ -165,7 +173,7 @@ def html_report(
         "Figures": "No figures yet: run eval.alpha and eval.decode.",
         "Learning curves": "No metrics.csv beside the results: not trained here, trained without logger=csv, or moved.",
         "Acceptance by depth and temperature": "Nothing measured by depth or temperature yet: run eval.decode.",
-        "Failure modes": "No failure_modes.json beside the results: run make failure-modes.",
+        "Failure modes": "No failure_modes.json of this target and draft beside the results: run make failure-modes.",
         "Comparison": "No outputs/compare of this target: run make compare.",
         "Generations": "No generations.html beside the results: run eval.decode.",
         "Config": "No resolved_config.yaml: this draft was not trained here.",

@@ -198,7 +198,7 @@ GROUPS: dict[str, dict[str, Rule]] = {
         "parts": distinct(list_of(TEXT, "[temperature,batch]")),
         "methods": distinct(list_of(TEXT, "[chain_k3,dynamic_d5_k4_n8]")),
         "temperatures": distinct(list_of(TEMPERATURE, "[0.0,1.0]")),
-        "draft_lens": distinct(list_of(whole(1), "[1,2,4]")),
+        "draft_lens": distinct(list_of(whole(1, 1024), "[1,2,4]")),
         "batch_sizes": distinct(list_of(whole(1), "[1,4,16]")),
         "num_batches": whole(1),
         "sets": distinct(list_of(TEXT, "[mt_bench]")),

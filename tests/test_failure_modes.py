@@ -62,7 +62,7 @@ def test_all_parts_stand_in_the_file_and_in_the_report(measured, pair):
     assert held["parts"] == parts
     assert [part["name"] for part in parts] == list(PARTS)
     assert held["target"] == pair.target_fingerprint and held["draft"] == pair.draft_fingerprint
-    shown = failure_parts(root / "pair")
+    shown = failure_parts(root / "pair", held)
     assert len(shown) == 4
     for part in shown:
         assert part["title"] and part["sentences"] and part["data"].startswith(b"\x89PNG")
@@ -181,13 +181,17 @@ def test_kinds_are_chat_prompts_and_raw_prose(target):
     assert target.tokenizer.decode(prose.token_ids) == prose.text
 
 
-def test_medusa_drafts_no_deeper_than_it_has_heads(target):
+def test_medusa_drafts_no_deeper_than_it_has_heads(target, tmp_path):
     heads = build_medusa(target=target, num_heads=2, draft_vocab_size=50).eval()
     wanted = ["chain_k2", "dynamic_d2_k4_n8", "lookahead_w5_n3_g5"]
     assert fitting_methods(["chain_k3", "dynamic_d5_k4_n8", "lookahead_w5_n3_g5", "chain_k4"], heads) == wanted
     assert fitting_methods(DEFAULTS["methods"], target.model) == DEFAULTS["methods"]
     figures = by_draft_len(target, heads, SMALL | {"draft_lens": [1, 2, 3, 4]})
     assert {key for key in figures if key.startswith("tau/")} == {"tau/chain/1", "tau/chain/2"}
+    pair = Pair(target, heads, "heads", "heads", None, None)
+    with pytest.raises(UserError, match=r"failure\.draft_lens=\[3, 4\]: the draft has 2 Medusa heads"):
+        run_failure_modes(pair, SMALL | {"draft_lens": [3, 4]}, output_root=tmp_path)
+    assert not list(tmp_path.iterdir())  # before any part is measured
 
 
 def test_sets_take_turns():

@@ -222,7 +222,8 @@ def test_failure_modes_are_shown_with_their_sentences(tmp_path):
         {"title": "by <batch>", "png": "failure_batch.png", "sentences": ["chain_k3 at batch 32: slower & why"]},
         {"title": "by kind", "png": "failure_kinds.png", "sentences": []},
     ]
-    (folder / "failure_modes.json").write_text(json.dumps({"parts": parts}))
+    sides = {side: read_results(folder / "results.json")[side] for side in ("target", "draft")}
+    (folder / "failure_modes.json").write_text(json.dumps({**sides, "parts": parts}))
     (folder / "failure_batch.png").write_bytes(b"\x89PNG drawn elsewhere")
     page = write_report(folder)[-1].read_text()
     section = page[page.index('<section id="failure-modes">') : page.index('<section id="comparison">')]
@@ -231,6 +232,13 @@ def test_failure_modes_are_shown_with_their_sentences(tmp_path):
     images = [attributes for tag, attributes in parsed.tags if tag == "img"]  # the second was never drawn
     assert [image["alt"] for image in images] == ["failure_batch"] and "by kind" in parsed.text
     assert images[0]["src"] == "data:image/png;base64," + base64.b64encode(b"\x89PNG drawn elsewhere").decode()
+    # those of a draft that the run had before are not this one's
+    (folder / "failure_modes.json").write_text(json.dumps({**sides, "draft": {"name": "mine"}, "parts": parts}))
+    page = write_report(folder)[-1].read_text()
+    assert "slower &amp; why" not in page and "No failure_modes.json of this target and draft" in page
+    (folder / "failure_modes.json").write_text("{")
+    with pytest.raises(UserError, match=r"failure_modes\.json is no file of failure modes"):
+        write_report(folder)
 
 
 def test_a_comparison_of_the_same_target_is_shown_fastest_first(tmp_path):
