@@ -22,7 +22,7 @@ from data.rows import Rows, load_rows
 from eval.entry import entry
 from eval.html_report import write_report
 from eval.report import print_metrics
-from eval.results import Metric, merge_results
+from eval.results import Metric, check_place, merge_results
 from eval.run import Pair, load_pair, needs_draft
 from eval.stats import ratio_ci
 from eval.wandb_media import log_to_wandb
@@ -333,6 +333,8 @@ def evaluate_pair(
     rows: default those of the pair's own data, held-out split.
     """
     rows = held_out_rows(pair.config.data, pair.target) if rows is None else rows
+    path, header = Path(output_root) / pair.name / "results.json", pair.header(held_out=rows.fingerprint())
+    check_place(path, header, overwrite=overwrite)
     metrics = evaluate_alpha(
         pair.target,
         pair.draft,
@@ -342,12 +344,8 @@ def evaluate_pair(
         position_buckets=list(alpha["position_buckets"]),
         seed=seed,
     )
-    header = pair.header(held_out=rows.fingerprint())
     measured = tuple(f"{key}/" for key in metrics if key.startswith("alpha_expected/"))  # their former buckets go
-    path = merge_results(
-        Path(output_root) / pair.name / "results.json", header, metrics,
-        is_stale=lambda key: key.startswith(measured), overwrite=overwrite,
-    )  # fmt: skip
+    merge_results(path, header, metrics, is_stale=lambda key: key.startswith(measured), overwrite=overwrite)
     print_metrics(f"Expected acceptance of {pair.draft_name} for {pair.target.name}", metrics)
     print(path)
     return metrics

@@ -30,7 +30,7 @@ from eval.loop import DecodeResult, check_vocabulary, speculative_decode
 from eval.measures import Method, Trial, accepted_histogram, decode_metrics
 from eval.prompts import Prompt, load_prompts, prompts_fingerprint
 from eval.report import DECODE_COLUMNS, decode_row, print_table
-from eval.results import Metric, merge_results, write_atomic
+from eval.results import Metric, check_place, merge_results, write_atomic
 from eval.run import Pair, is_without_draft, load_pair
 from eval.text_view import text_view
 from eval.tree import TreeShape
@@ -227,12 +227,13 @@ def decode_pair(
         prompts = [p for p in prompts if len(p.token_ids) < target.max_positions]
         if not prompts:
             raise UserError(f"decode.sets={list(sets)}: every prompt is longer than {target.max_positions} tokens")
+    folder = Path(output_root) / pair.name
+    header = pair.header(prompts=prompts_fingerprint(prompts))
+    check_place(folder / "results.json", header, overwrite=overwrite)
     trials = decode_trials(target, draft, prompts, **options)
     differences = greedy_differences(target, prompts, trials)
     metrics = all_metrics(trials, differences)
 
-    folder = Path(output_root) / pair.name
-    header = pair.header(prompts=prompts_fingerprint(prompts))
     title = f"{pair.draft_name} for {target.name}"
     # of an earlier call's figures for a set, temperature and method nothing stays beside the new ones
     measured = tuple(key.removeprefix("fallback_steps") for key in metrics if key.startswith("fallback_steps/"))

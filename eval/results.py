@@ -73,16 +73,7 @@ def merge_results(
     assert not missing, f"header lacks {missing}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.parent / f".{path.name}.lock"):
-        old = _read(path, overwrite=overwrite)
-        for side in ("target", "draft"):
-            if old and old[side] != _plain(header[side]):
-                if not overwrite:
-                    raise UserError(
-                        f"{path} holds results of {side} {_short(old[side])}, "
-                        f"this is {_short(header[side])}: choose another output_root, "
-                        "or overwrite=true to replace the file"
-                    )
-                old = {}
+        old = _former(path, header, overwrite=overwrite)
         merged = {key: _plain(header[key]) for key in HEADER_KEYS}
         merged["data"] = {**old.get("data", {}), **merged["data"]}
         before = {key: value for key, value in old.get("metrics", {}).items() if not is_stale(key)}
@@ -97,6 +88,27 @@ def merge_results(
         merged["merges"].append({**made_by, "keys": sorted(metrics)})
         write_atomic(path, json.dumps(merged, indent=1, allow_nan=False) + "\n")
     return path
+
+
+def check_place(path: Path, header: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Before long measuring: raises what `merge_results` would raise behind it, and makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _former(path, header, overwrite=overwrite)
+
+
+def _former(path: Path, header: Mapping[str, Any], *, overwrite: bool) -> dict[str, Any]:
+    """What is merged into: nothing where the file is to be started afresh."""
+    old = _read(path, overwrite=overwrite)
+    for side in ("target", "draft"):
+        if old and old[side] != _plain(header[side]):
+            if not overwrite:
+                raise UserError(
+                    f"{path} holds results of {side} {_short(old[side])}, "
+                    f"this is {_short(header[side])}: choose another output_root, "
+                    "or overwrite=true to replace the file"
+                )
+            old = {}
+    return old
 
 
 def read_results(path: str | Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from eval.loop import DecodeResult, Round, speculative_decode
 from eval.measures import Trial, accepted_histogram, decode_metrics, repeated_4gram_share
 from eval.prompts import Prompt, load_prompts, prompt_ids
 from eval.report import DECODE_COLUMNS, decode_row
-from eval.results import Metric
+from eval.results import Metric, merge_results
 from eval.run import Pair
 from eval.text_view import mark_accepted
 from eval.tree import TreeShape
@@ -252,6 +252,15 @@ def test_without_plain_runs_only_tau_is_measured(tiny_target, tmp_path, capsys):
     counts = json.loads((tmp_path / "pair" / "decode.json").read_text())
     assert counts["methods"]["T0/chain_k3"]["prompts"][0]["plain"] is None and counts["greedy_differences"] == {}
     assert "decode.plain=false" in capsys.readouterr().out
+
+
+def test_anothers_results_are_refused_before_anything_is_decoded(tiny_target, tmp_path, monkeypatch):
+    pair = Pair(tiny_target, first_blocks(tiny_target.model, 7), "pair", "seven_blocks", None, None)
+    other = Pair(tiny_target, first_blocks(tiny_target.model, 6), "pair", "six_blocks", None, None)
+    merge_results(tmp_path / "pair" / "results.json", other.header(), {"tau/x/T0/chain_k3": Metric(2.0)})
+    monkeypatch.setattr(eval.decode, "decode_trials", lambda *arguments, **options: 1 / 0)
+    with pytest.raises(UserError, match="holds results of draft"):
+        decode_pair(pair, DECODE, output_root=tmp_path)
 
 
 def test_no_figure_of_an_earlier_call_stays_beside_newer_ones_of_a_method(tiny_target, tmp_path):
