@@ -126,6 +126,7 @@ def run_compare(cfg: DictConfig, overrides: Sequence[str]) -> dict[str, Metric]:
     labels |= {f"batch{size}/{row.key}": row.label for size in batches for row in of_batches}
 
     folder = Path(cfg.output_root) / "compare"
+    folder.mkdir(parents=True, exist_ok=True)  # first: what is measured must find a place
     header = make_header(
         device=target.device,
         dtype=target.dtype,

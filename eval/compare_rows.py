@@ -9,6 +9,7 @@ generate/assisted_k3/gpt2_30m
 """
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,16 @@ class Row:
     def drafts_chains(self) -> bool:
         """Whether each depth has one token, so that accepted / judged is an alpha."""
         return self.shape is not None and self.shape.kind in ("chain", "ngram")
+
+
+def is_generate(key: str) -> bool:
+    """A row of transformers' generate; a draft may be called generate_1."""
+    return re.fullmatch(r"generate(/(ngram|assisted)_.+)?", key) is not None
+
+
+def is_batch(key: str) -> bool:
+    """A row of batches: batch4/plain, batch4/eagle3/chain_k3; a draft may be called batch4."""
+    return re.fullmatch(r"batch\d+/(plain|[^/]+/[^/]+)", key) is not None
 
 
 def load_entrants(cfg: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, Target, list[Entrant]]:
@@ -155,12 +166,16 @@ def millions(model: nn.Module) -> str:
 
 
 def unique_slugs(entrants: Sequence[Entrant]) -> list[Entrant]:
-    """Drafts of one kind are told apart by their names."""
+    """Drafts of one kind are told apart by their names. Raises UserError where these are the same."""
     counts = Counter(entrant.slug for entrant in entrants)
-    return [
+    named = [
         replace(e, slug=Path(e.name).name, label=f"{e.label}, {Path(e.name).name}") if counts[e.slug] > 1 else e
         for e in entrants
     ]
+    slugs = [entrant.slug for entrant in named]
+    if repeated := [slug for slug in slugs if slugs.count(slug) > 1]:
+        raise UserError(f"compare.runs: two drafts are called {repeated[0]}; rename the folder of one")
+    return named
 
 
 def make_rows(target: Target, entrants: Sequence[Entrant], shapes: Sequence[TreeShape], *, generate: bool) -> list[Row]:

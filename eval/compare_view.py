@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
+from eval.compare_rows import is_batch, is_generate
 from eval.plots import COLOURS, new_figure, tidy, write_figure
 from eval.results import Metric
 
@@ -51,7 +52,7 @@ def tables(metrics: Mapping[str, Metric], labels: Labels, temperature: float) ->
     for key, label in labels.items():
         where = f"T{temperature:g}/{key}"
         if f"tau/{where}" in metrics:
-            found["batches" if key.startswith("batch") else "batch 1"].append((key, label, *cells(metrics, where)))
+            found["batches" if is_batch(key) else "batch 1"].append((key, label, *cells(metrics, where)))
     return {f"T = {temperature:g}, {name}": rows for name, rows in found.items() if rows}
 
 
@@ -66,7 +67,7 @@ def sentences(metrics: Mapping[str, Metric], labels: Labels, temperature: float)
             + (": a fair base" if is_fair else ": SLOWER, so that speed-ups over it flatter")
         )
     speedups = {key: metrics.get(f"speedup/T{temperature:g}/{key}") for key in labels if key != "plain"}
-    ours = {key: m for key, m in speedups.items() if m and not key.startswith(("generate", "batch"))}
+    ours = {key: m for key, m in speedups.items() if m and not (is_generate(key) or is_batch(key))}
     if ours:
         fastest = max(ours, key=lambda key: ours[key].value)
         told.append(f"{degrees}: fastest at batch 1 is {fastest}, {_interval(ours[fastest])} times plain decoding")
@@ -114,7 +115,7 @@ def plot_compare(
         [f"draft: {name}" for name in drafts if name in handles],
         loc="outside lower center", ncols=min(4, len(handles)), frameon=False,
     )  # fmt: skip
-    told = "95 % intervals over prompts; left of the line: slower; pale: transformers' generate"
+    told = "95 % intervals over prompts (batches: over batches); left of the line: slower; pale: transformers' generate"
     figure.suptitle(f"{title}\n{told}", fontsize=11)
     return write_figure(figure, path)
 
@@ -129,7 +130,7 @@ def _bars(
             continue
         low, high = metric.ci95 or (metric.value, metric.value)
         colour = COLOURS[drafts.index(labels[key]) % len(COLOURS)]
-        alpha = 0.45 if key.startswith("generate") else 0.9
+        alpha = 0.45 if is_generate(key) else 0.9
         axes.barh(place, metric.value, color=colour, height=0.7, label=labels[key], alpha=alpha)
         errors = np.abs([[metric.value - low], [high - metric.value]])
         axes.errorbar(metric.value, place, xerr=errors, color="black", capsize=2, linewidth=1, linestyle="none")

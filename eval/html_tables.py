@@ -167,7 +167,8 @@ def compare_table(results: Mapping[str, Any]) -> str | None:
     return table(
         ("T", "method", *(COMPARED[name] for name in columns)),
         cells,
-        "All drafts and methods on the same prompts, interleaved in one run [95 % intervals over prompts].",
+        "All drafts and methods on the same prompts, interleaved in one run [95 % intervals over prompts]. Rows of "
+        "batch4 and its like: against plain decoding of the same batches, intervals over batches.",
     )
 
 

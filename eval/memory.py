@@ -76,7 +76,7 @@ def peak_of_row(
 def main() -> None:
     from hydra.utils import instantiate
 
-    from eval.compare_rows import load_entrant, make_rows
+    from eval.compare_rows import is_generate, load_entrant, make_rows
     from eval.entry import keep_freed_memory
     from eval.tree import TreeShape
     from models.packed_linear import unpack_linears
@@ -89,14 +89,14 @@ def main() -> None:
     if draft := job["draft"]:
         slug = draft.pop("slug")
         entrants = [replace(load_entrant(target, **draft), slug=slug)]
-    is_generate = job["row"].startswith("generate")
-    if is_generate:  # their user has no packed weights
+    is_theirs = is_generate(job["row"])
+    if is_theirs:  # their user has no packed weights
         unpack_linears(target.model)
         for entrant in entrants:
             unpack_linears(entrant.draft)
     else:
         keep_freed_memory()
-    rows = make_rows(target, entrants, [TreeShape.parse(name) for name in job["methods"]], generate=is_generate)
+    rows = make_rows(target, entrants, [TreeShape.parse(name) for name in job["methods"]], generate=is_theirs)
     row = next(row for row in rows if row.key == job["row"])
     gc.collect()
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):

@@ -213,6 +213,8 @@ def test_drafts_are_named_by_their_kind_and_by_their_run_where_two_are_alike(tap
     assert [row.key for row in rows] == [
         "plain", "run0/chain_k2", "run1/chain_k2", "gpt2_2m/chain_k2", "generate", "generate/assisted_k2/gpt2_2m",
     ]  # fmt: skip
+    with pytest.raises(UserError, match=r"compare\.runs: two drafts are called run0"):
+        unique_slugs([alike[0], alike[0]])
 
 
 def test_one_model_serves_heads_with_other_taps(tiny_target: Target) -> None:
@@ -251,6 +253,17 @@ def test_what_is_slower_or_wrong_is_said() -> None:
     assert {name: [row[0] for row in rows] for name, rows in tables(metrics, labels, 0.0).items()} == {
         "T = 0, batch 1": ["x/chain_k3"], "T = 0, batches": ["batch4/plain"],
     }  # fmt: skip
+
+
+def test_a_draft_may_be_called_like_a_row() -> None:
+    keys = ("batch4/chain_k3", "generate_1/chain_k3", "batch2/plain", "batch2/batch4/chain_k3", "generate/ngram_n3_k5")
+    metrics = {f"tau/T0/{key}": Metric(1.5) for key in keys} | {f"speedup/T0/{key}": Metric(1.1) for key in keys}
+    metrics |= {"speedup/T0/generate_1/chain_k3": Metric(1.2), "speedup/T0/generate/ngram_n3_k5": Metric(1.3)}
+    labels = dict.fromkeys(keys, "a draft")
+    found = {name: [row[0] for row in rows] for name, rows in tables(metrics, labels, 0.0).items()}
+    assert found["T = 0, batches"] == ["batch2/plain", "batch2/batch4/chain_k3"]
+    told = "T = 0: fastest at batch 1 is generate_1/chain_k3, 1.20 times plain decoding"
+    assert sentences(metrics, labels, 0.0) == [told]
 
 
 MEMORY = {
