@@ -72,7 +72,7 @@ def write_report(folder: str | Path, *, run_folder: Path | None = None) -> list[
         comparison=comparison(folder.parent / "compare", results["target"]),
         generations=_read(folder, "generations.html"),
         config=_read(run_folder, "resolved_config.yaml"),
-        run_info=json.loads(_read(run_folder, "run.json") or "{}"),
+        run_info=_read_json(run_folder, "run.json"),
     )
     write_atomic(folder / "report.html", page)
     return [*plots, folder / "report.html"]
@@ -118,12 +118,7 @@ def snapshot_curves(folder: Path, target: Mapping[str, str]) -> dict[str, list[t
 def failure_parts(folder: Path, results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The parts of failure_modes.json, each with `title`, `sentences` and its plot's bytes as `data` (or None); none of
     them where they are of another target or draft than the results."""
-    try:
-        held = json.loads(_read(folder, "failure_modes.json") or "{}")
-    except ValueError:
-        raise UserError(
-            f"{folder / 'failure_modes.json'} is no file of failure modes: move it away, or measure them again"
-        ) from None
+    held = _read_json(folder, "failure_modes.json")
     if any(held.get(side) != results[side] for side in ("target", "draft")):
         return []
     return [
@@ -240,6 +235,17 @@ def _commands(results: Mapping[str, Any], run_info: Mapping[str, Any]) -> str:
 def _read(folder: Path | None, name: str) -> str | None:
     path = None if folder is None else folder / name
     return path.read_text() if path is not None and path.is_file() else None
+
+
+def _read_json(folder: Path | None, name: str) -> dict[str, Any]:
+    """Empty where there is none. Raises UserError for a file that is broken."""
+    try:
+        held = json.loads(_read(folder, name) or "{}")
+        if not isinstance(held, dict):
+            raise ValueError
+    except ValueError:
+        raise UserError(f"{folder / name}: not a JSON file of ours; move it away, or make it anew") from None
+    return held
 
 
 def run_folder_of(name: str, checkpoint_root: str | Path) -> Path | None:

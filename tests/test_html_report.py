@@ -237,7 +237,7 @@ def test_failure_modes_are_shown_with_their_sentences(tmp_path):
     page = write_report(folder)[-1].read_text()
     assert "slower &amp; why" not in page and "No failure_modes.json of this target and draft" in page
     (folder / "failure_modes.json").write_text("{")
-    with pytest.raises(UserError, match=r"failure_modes\.json is no file of failure modes"):
+    with pytest.raises(UserError, match=r"failure_modes\.json: not a JSON file of ours"):
         write_report(folder)
 
 
