@@ -285,6 +285,10 @@ LOOP_CASES = [
     ("static_2x2", {"temperature": 0.7}, 8_000),
     ("dynamic_d2_k2_n4", {"temperature": 1.0}, 4_000),
     ("static_3x1", {"temperature": 1.5, "top_p": 0.9}, 4_000),
+    *(
+        pytest.param(name, {"temperature": temperature}, 4_000, marks=pytest.mark.slow)
+        for name, temperature in (("static_2x2", 1.0), ("dynamic_d2_k2_n4", 0.7), ("dynamic_d2_k2_n4", 1.5))
+    ),
 ]
 
 
@@ -347,6 +351,11 @@ HEAD_CASES = [
     ("chain_k2", {"temperature": 1.5}, "greedy"),
     ("static_2x2", {"temperature": 1.0}, "greedy"),
     ("dynamic_d2_k2_n4", {"temperature": 1.0, "top_p": 0.9}, "greedy"),
+    *(
+        pytest.param(name, {"temperature": temperature}, "greedy", marks=pytest.mark.slow)
+        for name in ("static_2x2", "dynamic_d2_k2_n4")
+        for temperature in (0.7, 1.5)
+    ),
 ]
 
 
