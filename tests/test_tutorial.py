@@ -42,10 +42,10 @@ def job(command: str) -> tuple[Path, list[str]]:
     return ROOT / f"{words[2].replace('.', '/')}.py", words[3:]
 
 
-def test_there_are_ten_steps_each_with_a_command():
+def test_there_are_ten_steps_each_with_a_command_and_its_output():
     assert [step.partition(".")[0] for step in STEPS] == [str(number) for number in range(1, 11)]
     for step in STEPS:
-        assert blocks(step, "bash"), step.splitlines()[0]
+        assert blocks(step, "bash") and blocks(step, "text"), step.splitlines()[0]
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(commands()))
