@@ -75,8 +75,8 @@ class TreeShape:
     pool: int = 0  # lookahead: n-grams kept, and drafted, behind one token
 
     @classmethod
-    def parse(cls, name: str) -> "TreeShape":
-        """Raises UserError for a name that is no method."""
+    def parse(cls, name: str, *, key: str = "decode.methods") -> "TreeShape":
+        """Raises UserError, blaming the setting `key`, for a name that is no method."""
         if match := re.fullmatch(r"chain_k([1-9]\d*)", name):
             shape = cls.chain(int(match[1]))
         elif match := re.fullmatch(r"static_([1-9]\d*(?:x[1-9]\d*)*)", name):
@@ -90,15 +90,15 @@ class TreeShape:
         elif match := re.fullmatch(r"lookahead_w([1-9]\d*)_n([1-9]\d*)_g([1-9]\d*)", name):
             window, ngram, pool = map(int, match.groups())
             if ngram < 3:
-                raise UserError(f"decode.methods={name}: a window needs n-grams of 3 tokens or more; use n3")
+                raise UserError(f"{key}={name}: a window needs n-grams of 3 tokens or more; use n3")
             shape = cls("lookahead", ngram - 1, ngram=ngram, window=window, pool=pool)
         else:
             raise UserError(
-                f"decode.methods={name}: no such method; use for example chain_k5, static_3x2x1, dynamic_d5_k10_n60, "
+                f"{key}={name}: no such method; use for example chain_k5, static_3x2x1, dynamic_d5_k10_n60, "
                 "ngram_n3_k5 or lookahead_w5_n3_g5"
             )
         if max(shape.num_nodes, shape.num_expanded) > MAX_NODES:
-            raise UserError(f"decode.methods={name}: a tree of more than {MAX_NODES} nodes; use a smaller one")
+            raise UserError(f"{key}={name}: a tree of more than {MAX_NODES} nodes; use a smaller one")
         return shape
 
     @classmethod

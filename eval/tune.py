@@ -219,11 +219,7 @@ def skill_path(output_root: str | Path, name: str | None) -> Path:
 def check_tune(settings: Mapping[str, Any]) -> None:
     """Raises UserError, naming the key, before anything is loaded."""
     for name in settings["lookahead"]:
-        try:
-            shape = TreeShape.parse(name)
-        except UserError as error:  # written for eval.decode
-            raise UserError(str(error).replace("decode.methods=", "tune.lookahead=")) from None
-        if shape.kind != "lookahead":
+        if TreeShape.parse(name, key="tune.lookahead").kind != "lookahead":
             raise UserError(
                 f"tune.lookahead={settings['lookahead']}: {name} is none; use for example lookahead_w5_n3_g5"
             )
