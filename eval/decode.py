@@ -35,7 +35,9 @@ from eval.run import Pair, is_without_draft, load_pair
 from eval.text_view import text_view
 from eval.tree import TreeShape
 from eval.wandb_media import log_to_wandb
+from models.eagle import EagleHead
 from models.errors import UserError
+from models.medusa import MedusaHeads
 from models.sampling import SamplingParams
 from models.target import Target
 from models.tiny import byte_tokenizer
@@ -167,10 +169,20 @@ def decode_trials(
                     results[method] = run(prompt, temperature, method, max_new_tokens, num_trees)
                     bar.advance(1)
                 plain_result = results.pop(None, None)
+                draftable = plain_result and num_draftable(draft, plain_result.token_ids)
                 for method in filter(None, of_temperature):
-                    trial = Trial(prompt.set_name, prompt.prompt_id, plain_result, results[method])
+                    of_draft = draftable if method.shape.needs_draft else None
+                    trial = Trial(prompt.set_name, prompt.prompt_id, plain_result, results[method], of_draft)
                     trials[method].append(trial)
     return dict(trials)
+
+
+def num_draftable(draft: nn.Module | None, token_ids: Sequence[int]) -> int | None:
+    """How many of these tokens a head's draft vocabulary holds; None for a draft that can propose every id."""
+    if not isinstance(draft, EagleHead | MedusaHeads):
+        return None
+    ids = torch.tensor(token_ids, device=draft.draft_vocab.device)
+    return int(torch.isin(ids, draft.draft_vocab).sum())
 
 
 def greedy_differences(target: Target, prompts: Sequence[Prompt], trials: Trials) -> Differences:

@@ -10,6 +10,7 @@ gives all intervals.
     tau_from_depths 1 + sum of cumulative products of alpha_at_depth: above tau_uncut for a tree with branches that
                     end early, as rounds accepted to such an end never reached the next depth
     tree_nodes      drafted tokens a round
+    draft_vocab_share  tokens of the plain texts that a head's draft vocabulary holds: no more than that is accepted
     fallback_steps  plain steps where positions ran out; paused_steps: those of fallback=auto. Both are rounds of tau
     speedup         plain seconds a token / speculative seconds a token, prefill included
     draft_cost      draft seconds a round / plain target step; verify_cost: target seconds a round / plain target step
@@ -19,7 +20,7 @@ gives all intervals.
 Without plain runs, what is relative to them (speedup, both costs, predicted_speedup) is left out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,7 @@ class Trial:
     prompt_id: str
     plain: DecodeResult | None
     ours: DecodeResult
+    plain_draftable: int | None = None  # tokens of the plain text in the draft vocabulary, where a head has one
 
 
 def decode_metrics(trials: Sequence[Trial], *, shape: TreeShape, suffix: str) -> dict[str, Metric]:
@@ -63,7 +65,7 @@ def decode_metrics(trials: Sequence[Trial], *, shape: TreeShape, suffix: str) ->
     """
     columns = _columns(trials, shape.depth)
     metrics = {}
-    for name, figure in _figures(shape, has_plain="plain_steps" in columns).items():
+    for name, figure in _figures(shape, columns).items():
         metric = bootstrap_figure(columns, figure, len(trials))
         if metric is not None:
             metrics[f"{name}/{suffix}"] = metric
@@ -115,6 +117,8 @@ def _columns(trials: Sequence[Trial], max_depth: int) -> dict[str, np.ndarray]: 
             row["plain_seconds"] = plain.wall_s
             row["plain_steps"] = len(plain.rounds)
             row["plain_target"] = plain.target_s
+            if trial.plain_draftable is not None:
+                row["plain_draftable"] = trial.plain_draftable
         for depth in range(1, max_depth + 1):
             row[f"judged_{depth}"] = sum(r.judged >= depth for r in ours.rounds)
             row[f"accepted_{depth}"] = sum(r.accepted >= depth for r in ours.rounds)
@@ -123,7 +127,7 @@ def _columns(trials: Sequence[Trial], max_depth: int) -> dict[str, np.ndarray]: 
     return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}
 
 
-def _figures(shape: TreeShape, *, has_plain: bool) -> dict[str, Callable[[Sums], np.ndarray]]:
+def _figures(shape: TreeShape, columns: Container[str]) -> dict[str, Callable[[Sums], np.ndarray]]:
     depths = range(1, shape.depth + 1)
 
     def alpha(s: Sums) -> np.ndarray:
@@ -149,6 +153,9 @@ def _figures(shape: TreeShape, *, has_plain: bool) -> dict[str, Callable[[Sums],
     def verify_cost(s: Sums) -> np.ndarray:
         return s["target"] / s["rounds"] / (s["plain_target"] / s["plain_steps"])
 
+    def vocab_share(s: Sums) -> np.ndarray:
+        return s["plain_draftable"] / s["plain_tokens"]
+
     relative_to_plain = {
         "speedup": lambda s: s["plain_seconds"] / s["plain_tokens"] / (s["seconds"] / s["tokens"]),
         "predicted_speedup": lambda s: tau(s) / (verify_cost(s) + draft_cost(s)),
@@ -168,7 +175,8 @@ def _figures(shape: TreeShape, *, has_plain: bool) -> dict[str, Callable[[Sums],
         "tau_uncut": lambda s: 1 + s["accepted_uncut"] / s["rounds"],
         "tau_from_depths": from_depths,
         "tree_nodes": lambda s: s["drafted"] / s["rounds"],
-        **(relative_to_plain if has_plain else {}),
+        **(relative_to_plain if "plain_steps" in columns else {}),
+        **({"draft_vocab_share": vocab_share} if "plain_draftable" in columns else {}),
         "spec_tokens_per_s": lambda s: s["tokens"] / s["seconds"],
         "loop_overhead": lambda s: s["overhead"] / s["loop_seconds"],
     }

@@ -18,10 +18,11 @@ from data.datamodule import Item, PackedDataModule, PackedRows
 from data.rows import Rows
 from data.signals import SignalSpec
 from eval.alpha import evaluate_alpha, token_alpha
-from eval.decode import decode_trials
+from eval.decode import decode_trials, prompt_seed
 from eval.drafters import make_drafter
 from eval.entry import CONF_DIR
 from eval.loop import speculative_decode
+from eval.measures import decode_metrics
 from eval.medusa_drafter import MedusaDrafter
 from eval.plots import read_metrics_csv
 from eval.prompts import Prompt
@@ -346,6 +347,26 @@ def test_the_loop_drafts_what_training_saw_at_every_slot(
             assert set(here.tolist()) == (set(best.tolist()) if len(here) else set())
         if shape.kind == "static":
             assert torch.bincount(tree.depth)[1:].tolist() == [3, 6, 6]
+
+
+def test_the_share_of_the_draft_vocabulary_in_the_plain_text(target: Target) -> None:
+    """Of the methods that the heads draft for, above all: no more than that can be accepted."""
+    prompt = Prompt("s", "0", "", tuple(prompts(1)[0]))
+    options = {"temperatures": [1.0], "max_new_tokens": 16}
+    plain = speculative_decode(
+        target, None, prompt.token_ids, temperature=1.0, max_new_tokens=16, seed=prompt_seed(prompt, 0)
+    ).token_ids
+    ids = torch.tensor(sorted({*plain[: len(plain) // 2], 7}))
+    heads = random_heads(target, draft_vocab=ids)
+    trials = decode_trials(target, heads, [prompt], methods=["chain_k2", "ngram_n2_k2"], **options)
+    shares = [
+        decode_metrics(of_method, shape=method.shape, suffix="s").get("draft_vocab_share/s")
+        for method, of_method in trials.items()
+    ]
+    expected = sum(token in ids for token in plain) / len(plain)
+    assert shares[0].value == expected and 0 < expected < 1 and shares[1] is None
+    whole = decode_trials(target, target.model, [prompt], methods=["chain_k2"], **options)
+    assert [trial.plain_draftable for of_method in whole.values() for trial in of_method] == [None]
 
 
 def test_a_dynamic_tree_keeps_the_most_probable_nodes(target: Target) -> None:
