@@ -64,12 +64,15 @@ def by_kind(target: Target, draft: nn.Module, settings: Settings) -> Figures:
 
 
 def by_batch(target: Target, draft: nn.Module, settings: Settings) -> Figures:
-    """The first chain against plain decoding at the same batch size; intervals over batches."""
+    """The first chain against plain decoding, on the same prompts at every batch size; intervals over batches."""
     shapes = [TreeShape.parse(name) for name in fitting_methods(settings["methods"], draft)]
     shape = next(shape for shape in shapes if shape.kind == "chain")
     sizes, num_batches, length = settings["batch_sizes"], settings["num_batches"], settings["max_new_tokens"]
-    wanted = -(-max(sizes) * num_batches // len(settings["sets"]))
+    count = max(sizes) * num_batches
+    wanted = -(-count // len(settings["sets"]))
     prompts = mixed(_fitting(target, load_prompts(settings["sets"], target.tokenizer, num_prompts=wanted), length))
+    count = min(count, len(prompts))
+    starts = {size: range(0, max(count, size * num_batches), size) for size in sizes}
 
     def run(batch: Sequence[Prompt], of: TreeShape | None, length: int) -> BatchResult:
         return speculative_decode_batch(
@@ -82,20 +85,20 @@ def by_batch(target: Target, draft: nn.Module, settings: Settings) -> Figures:
         )
 
     figures: Figures = {}
-    with ProgressBar("batches", len(sizes) * num_batches, "batches") as bar:
+    with ProgressBar("batches", sum(map(len, starts.values())), "batches") as bar:
         for size in sizes:
             rows = []
             for of in (None, shape):
                 run((prompts * size)[:size], of, min(8, length))
-            for number in range(num_batches):
+            for number, start in enumerate(starts[size]):
                 # few prompts: some come again, with the same text
-                batch = [prompts[(number * size + i) % len(prompts)] for i in range(size)]
+                batch = [prompts[(start + i) % count] for i in range(size)]
                 found = {of: run(batch, of, length) for of in ((None, shape) if number % 2 == 0 else (shape, None))}
                 rows.append(_batch_row(found[None], found[shape]))
                 bar.advance(1)
             columns = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}
             for name, figure in _batch_figures().items():
-                if (metric := bootstrap_figure(columns, figure, num_batches)) is not None:
+                if (metric := bootstrap_figure(columns, figure, len(rows))) is not None:
                     figures[f"{name}/{shape}/{size}"] = metric
     return figures
 

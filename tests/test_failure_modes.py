@@ -154,7 +154,7 @@ def test_a_draft_that_is_always_right_gives_whole_rounds(target):
         assert figures[f"speedup/{where}"].value == pytest.approx(speedup)
 
 
-def test_batches_are_of_other_prompts_and_of_the_asked_size(target, monkeypatch):
+def test_every_batch_size_decodes_the_same_prompts(target, monkeypatch):
     sizes, seen = [], []
     decode = eval.failure_parts.speculative_decode_batch
 
