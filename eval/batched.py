@@ -17,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from eval.batched_drafters import Chains, ChainsDrafter, Draws, Rows, make_chains_drafter
-from eval.drafters import Clock, best_token
+from eval.drafters import Clock, best_token, check_shape
 from eval.loop import DecodeResult, Round, check_draft, check_options, count_emitted, reason_to_stop
-from eval.medusa_drafter import check_depth
 from eval.tree import TreeShape
 from eval.verification import verify_chain, verify_greedy
 from models.eagle import TAPS
 from models.errors import UserError
 from models.kv_cache import forward_with_cache
-from models.medusa import MedusaHeads
 from models.ragged_cache import RaggedCache, replace_by_last, without_row
 from models.sampling import SamplingParams, filtered_probs, sample
 from models.target import Target
@@ -106,8 +104,7 @@ def speculative_decode_batch(
     drafter = None
     if draft is not None:
         check_draft(target, draft)
-        if isinstance(draft, MedusaHeads):
-            check_depth(shape, draft)
+        check_shape(draft, shape, vocab_size=target.vocab_size, key="method")
         drafter = make_chains_drafter(draft, vocab_size=target.vocab_size, params=params, draft_sampling=draft_sampling)
     ends = target.eos_token_ids if eos_token_ids is None else eos_token_ids
     return _Loop(target, drafter, params, shape.depth, max_new_tokens, frozenset(ends)).run(prompts, seeds)

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from data.progress import ProgressBar
 from eval.compare_figures import batched_rows, compare_batches, compare_prompts
-from eval.compare_rows import Entrant, Row, as_keys_of_compare, fingerprints, load_entrants, make_rows
+from eval.compare_rows import Entrant, Row, fingerprints, load_entrants, make_rows
 from eval.compare_view import COLUMNS, markdown, plot_compare, sentences, tables
 from eval.entry import entry
 from eval.memory import peak_of_row
@@ -72,8 +72,7 @@ def fitting_prompts(
     target: Target, entrants: Sequence[Entrant], compare: Mapping[str, Any], num_prompts: int
 ) -> list[Prompt]:
     """Prompts that leave room for all new tokens in the target and in every draft model: the same budget for all."""
-    with as_keys_of_compare():
-        prompts = load_prompts(compare["sets"], target.tokenizer, num_prompts=num_prompts)
+    prompts = load_prompts(compare["sets"], target.tokenizer, num_prompts=num_prompts, group="compare")
     models = [e.draft for e in entrants if isinstance(e.draft, PreTrainedModel)]
     limits = [getattr(m.config.get_text_config(), "max_position_embeddings", None) or 1 << 30 for m in models]
     limit = min(target.max_positions, *limits, 1 << 30) - compare["max_new_tokens"]
@@ -101,9 +100,8 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 def check_compare(compare: Mapping[str, Any]) -> list[TreeShape]:
     """The methods. Raises UserError, naming the key, before anything is loaded."""
-    with as_keys_of_compare():
-        shapes = [TreeShape.parse(name) for name in compare["methods"]]
-        load_prompts(compare["sets"], byte_tokenizer(), num_prompts=1)
+    shapes = [TreeShape.parse(name, key="compare.methods") for name in compare["methods"]]
+    load_prompts(compare["sets"], byte_tokenizer(), num_prompts=1, group="compare")
     names = [str(shape) for shape in shapes]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise UserError(

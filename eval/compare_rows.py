@@ -11,8 +11,7 @@ generate/assisted_k3/gpt2_30m
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import PreTrainedModel
 
-from eval.drafters import make_drafter
+from eval.drafters import check_shape
 from eval.generate_baseline import assistant_for, generate_text, plain_model
 from eval.loop import DecodeResult, speculative_decode
 from eval.run import Run, check_vocabulary, find_run, load_for, load_run, run_config
@@ -235,21 +234,10 @@ def _theirs(
 
 def check_can_draft(entrant: Entrant, shape: TreeShape) -> None:
     """Raises UserError, naming the draft, where it cannot grow such trees."""
-    options = {"vocab_size": entrant.target.vocab_size, "draft_sampling": "probabilistic"}
     try:
-        with as_keys_of_compare():
-            make_drafter(entrant.draft, shape, params=SamplingParams(), **options)
+        check_shape(entrant.draft, shape, vocab_size=entrant.target.vocab_size, key="compare.methods")
     except UserError as error:
         raise UserError(f"{error} ({entrant.name})") from None
-
-
-@contextmanager
-def as_keys_of_compare() -> Iterator[None]:
-    """Messages of shared checks name keys of `decode`."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace("decode.", "compare.")) from None
 
 
 def fingerprints(entrants: Sequence[Entrant], of: Callable[[nn.Module], Mapping[str, str]]) -> dict[str, str]:

@@ -83,7 +83,11 @@ class NoDraft:
 def make_drafter(
     draft: nn.Module, shape: TreeShape, *, vocab_size: int, params: SamplingParams, draft_sampling: str
 ) -> Drafter:
-    """The drafter that draws trees of this shape from a causal LM, an EAGLE head or Medusa heads."""
+    """The drafter that draws trees of this shape from a causal LM, an EAGLE head or Medusa heads.
+
+    Raises UserError for a shape that this draft cannot grow.
+    """
+    check_shape(draft, shape, vocab_size=vocab_size)
     options = {"vocab_size": vocab_size, "params": params}
     if isinstance(draft, MedusaHeads):
         from eval.medusa_drafter import MedusaDrafter  # it builds on this module
@@ -94,6 +98,24 @@ def make_drafter(
     if shape.kind == "chain":
         return DraftModelChain(draft, draft_sampling=draft_sampling, **options)
     return DraftModelTree(draft, shape, **options)
+
+
+def check_shape(draft: nn.Module, shape: TreeShape, *, vocab_size: int, key: str = "decode.methods") -> None:
+    """Raises UserError, blaming the setting `key`: more levels than Medusa heads, or more children than draft ids."""
+    if isinstance(draft, MedusaHeads):
+        num_heads, num_ids = draft.config.num_heads, draft.config.truncated_vocab_size
+        if shape.depth > num_heads:
+            raise UserError(
+                f"{key}={shape}: {shape.depth} levels for a draft of {num_heads} Medusa heads; use at most "
+                f"{num_heads} levels, for example chain_k{num_heads}"
+            )
+    elif isinstance(draft, EagleHead):
+        num_ids = draft.config.draft_vocab_size
+    else:
+        num_ids = min(vocab_size, draft.get_input_embeddings().weight.shape[0])
+    widest = max((*shape.children, shape.top_k))
+    if widest > num_ids:
+        raise UserError(f"{key}={shape}: {widest} children for a draft of {num_ids} ids; use fewer")
 
 
 class DraftModelChain:
@@ -195,7 +217,6 @@ class DraftModelTree(DraftModelChain):
 
     def __init__(self, model: nn.Module, shape: TreeShape, *, vocab_size: int, params: SamplingParams):
         super().__init__(model, vocab_size=vocab_size, params=params, draft_sampling="greedy")
-        check_width(shape, self.vocab_size)
         self.shape = shape
 
     def _make_cache(self, capacity: int) -> RollbackCache:
@@ -260,7 +281,6 @@ class EagleDrafter:
         self.features = head.features
         self.is_one_hot = params.is_greedy or draft_sampling == "greedy" or shape.kind != "chain"
         self.max_positions = head.config.max_position_embeddings
-        check_width(shape, head.config.draft_vocab_size)
 
     @cached_property
     def _draft_ids(self) -> Tensor:  # (Vd,) target ids
@@ -348,13 +368,6 @@ class EagleDrafter:
     def accept(self, path: Tensor, next_token: int, features: Tensor) -> None:
         self.cache.rollback(self._num_slots)
         self._pending = torch.cat((self._pending, features))
-
-
-def check_width(shape: TreeShape, num_ids: int) -> None:
-    """Raises UserError for more children than there are ids to draft."""
-    widest = max((*shape.children, shape.top_k))
-    if widest > num_ids:
-        raise UserError(f"decode.methods={shape}: {widest} children for a draft of {num_ids} ids; use fewer")
 
 
 def best_token(logits: Tensor) -> Tensor:  # (..., V) -> (...)

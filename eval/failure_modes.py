@@ -19,8 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
+from eval.drafters import check_shape
 from eval.entry import entry
-from eval.failure_parts import PARTS, Settings, fitting_lengths
+from eval.failure_parts import PARTS, Settings, fitting_lengths, fitting_methods
 from eval.failure_view import plot_part, print_part, sentences
 from eval.html_report import write_report
 from eval.loop import check_vocabulary
@@ -59,8 +60,12 @@ def run_failure_modes(
         raise UserError("draft=none: failure modes are those of a draft; give run=NAME or draft=hf draft.id=NAME")
     if isinstance(pair.draft, PreTrainedModel):
         check_vocabulary(pair.target, pair.draft)
+    # before anything is measured
+    for shape in map(TreeShape.parse, fitting_methods(settings["methods"], pair.draft)):
+        if shape.needs_draft:
+            check_shape(pair.draft, shape, vocab_size=pair.target.vocab_size, key="failure.methods")
     if "draft_len" in settings["parts"]:
-        fitting_lengths(settings["draft_lens"], pair.draft)  # before the other parts are measured
+        fitting_lengths(settings["draft_lens"], pair.draft)
     folder = Path(output_root) / pair.name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "failure_modes.json"
@@ -118,11 +123,8 @@ def check_failure(settings: Settings) -> None:
     for name in settings["parts"]:
         if name not in PARTS:
             raise UserError(f"failure.parts={name}: unknown part; use {', '.join(PARTS)}")
-    try:
-        shapes = [TreeShape.parse(name) for name in settings["methods"]]
-        load_prompts(settings["sets"], byte_tokenizer(), num_prompts=1)
-    except UserError as error:  # written for eval.decode
-        raise UserError(str(error).replace("decode.", "failure.")) from None
+    shapes = [TreeShape.parse(name, key="failure.methods") for name in settings["methods"]]
+    load_prompts(settings["sets"], byte_tokenizer(), num_prompts=1, group="failure")
     if "batch" in settings["parts"] and not any(shape.kind == "chain" for shape in shapes):
         raise UserError(f"failure.methods={list(settings['methods'])}: batches need a chain; add for example chain_k3")
 
@@ -132,10 +134,7 @@ def main(cfg: DictConfig) -> None:
     settings = OmegaConf.to_container(cfg.failure, resolve=True)
     check_failure(settings)
     pair = load_pair(cfg, HydraConfig.get().overrides.task)
-    try:
-        parts = run_failure_modes(pair, settings, output_root=cfg.output_root, overwrite=cfg.overwrite)
-    except UserError as error:  # of a shape that this draft cannot grow
-        raise UserError(str(error).replace("decode.methods=", "failure.methods=")) from None
+    parts = run_failure_modes(pair, settings, output_root=cfg.output_root, overwrite=cfg.overwrite)
     folder, run_folder = Path(cfg.output_root) / pair.name, pair.run and pair.run.owner
     written = [folder / "failure_modes.json", *(folder / part["png"] for part in parts)]
     if (folder / "results.json").is_file():

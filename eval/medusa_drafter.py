@@ -8,9 +8,8 @@ tree: the paper's typical acceptance (arXiv:2401.10774, section 2.3.1) would cha
 import torch
 from torch import Tensor
 
-from eval.drafters import DRAFT_SAMPLING, Clock, best_token, best_tokens, check_width
+from eval.drafters import DRAFT_SAMPLING, Clock, best_token, best_tokens
 from eval.tree import Candidates, Level, Tree, TreeShape, grow
-from models.errors import UserError
 from models.medusa import MedusaHeads
 from models.sampling import SamplingParams, filtered_probs, sample
 
@@ -20,7 +19,6 @@ class MedusaDrafter:
 
     draft_sampling: for chains at temperature > 0, as in DraftModelChain: `probabilistic` draws every token from its
         head's own distribution over the draft vocabulary and declares it. Trees are grown as in DraftModelTree.
-    Raises UserError for a shape that is deeper than there are heads, or wider than their vocabulary.
     """
 
     features = MedusaHeads.features
@@ -35,8 +33,6 @@ class MedusaDrafter:
         draft_sampling: str = "probabilistic",
     ):
         assert draft_sampling in DRAFT_SAMPLING
-        check_depth(shape, heads)
-        check_width(shape, heads.config.truncated_vocab_size)
         self.heads, self.shape, self.params, self.vocab_size = heads, shape, params, vocab_size
         self.is_one_hot = params.is_greedy or draft_sampling == "greedy" or shape.kind != "chain"
 
@@ -77,13 +73,3 @@ class MedusaDrafter:
 
     def accept(self, path: Tensor, next_token: int, features: Tensor) -> None:
         self._state = features[-1:]
-
-
-def check_depth(shape: TreeShape, heads: MedusaHeads) -> None:
-    """Raises UserError for more levels than heads."""
-    num_heads = heads.config.num_heads
-    if shape.depth > num_heads:
-        raise UserError(
-            f"decode.methods={shape}: {shape.depth} levels for a draft of {num_heads} Medusa heads; use at most "
-            f"{num_heads} levels, for example chain_k{num_heads}"
-        )

@@ -27,21 +27,27 @@ class Prompt:
 
 
 def load_prompts(
-    sets: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, num_prompts: int | None = None, root: Path = PROMPT_ROOT
+    sets: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_prompts: int | None = None,
+    root: Path = PROMPT_ROOT,
+    group: str = "decode",
 ) -> list[Prompt]:
     """The first `num_prompts` questions of each set (None: all). A model without a chat template gets the raw text.
 
-    Raises UserError for a set that is not there, or one without questions.
+    Raises UserError, blaming the settings `sets` and `num_prompts` of `group`, for a set that is not there, or one
+    without questions.
     """
     prompts = []
     for set_name in sets:
         path = root / set_name / "question.jsonl"
         if not path.is_file():
             known = ", ".join(sorted(folder.parent.name for folder in root.glob("*/question.jsonl")))
-            raise UserError(f"decode.sets={set_name}: no such set of prompts; there are: {known}")
+            raise UserError(f"{group}.sets={set_name}: no such set of prompts; there are: {known}")
         lines = [line for line in path.read_text().splitlines() if line.strip()][:num_prompts]
         if not lines:
-            raise UserError(f"decode.sets={set_name}, decode.num_prompts={num_prompts}: no prompt left to decode")
+            raise UserError(f"{group}.sets={set_name}, {group}.num_prompts={num_prompts}: no prompt left to decode")
         for line in lines:
             question = json.loads(line)
             text = question["turns"][0]

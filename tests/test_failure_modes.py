@@ -166,8 +166,8 @@ def test_every_batch_size_decodes_the_same_prompts(target, monkeypatch):
 
     monkeypatch.setattr(eval.failure_parts, "speculative_decode_batch", recorded)
     by_batch(target, target.model, SMALL | {"max_new_tokens": SMALL["max_new_tokens"] + 1})
-    assert sizes == [1, 1, 1, 1, 3, 3, 3, 3]  # plain and speculative, two batches of each size
-    assert len(set(seen[2:])) == 6
+    assert sizes == [1] * 12 + [3] * 4  # plain and speculative: two batches of the largest size, six of the other
+    assert len(set(seen[:6])) == 6 and seen[:6] == seen[6:]
 
 
 def test_kinds_are_chat_prompts_and_raw_prose(target):
@@ -286,6 +286,12 @@ def test_mistakes_name_their_key(change, told):
     check_failure(SMALL)
     with pytest.raises(UserError, match=told):
         check_failure(SMALL | change)
+
+
+def test_a_tree_wider_than_the_vocabulary_is_refused_before_anything_is_measured(pair, tmp_path, monkeypatch):
+    monkeypatch.setitem(PARTS, "temperature", lambda *arguments: 1 / 0)
+    with pytest.raises(UserError, match=r"^failure\.methods=static_300: 300 children for a draft of \d+ ids"):
+        run_failure_modes(pair, SMALL | {"methods": ["chain_k2", "static_300"]}, output_root=tmp_path)
 
 
 def test_answers_that_no_position_is_left_for(target, pair):
