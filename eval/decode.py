@@ -29,7 +29,7 @@ from eval.html_view import ROUNDS_DRAWN, html_view, shown_prompts
 from eval.loop import DecodeResult, check_vocabulary, speculative_decode
 from eval.measures import Method, Trial, accepted_histogram, decode_metrics
 from eval.prompts import Prompt, load_prompts, prompts_fingerprint
-from eval.report import DECODE_COLUMNS, decode_row, print_table
+from eval.report import DECODE_COLUMNS, decode_row, print_table, vocabulary_lines
 from eval.results import Metric, check_place, merge_results, write_atomic
 from eval.run import Pair, is_without_draft, load_pair
 from eval.text_view import text_view
@@ -260,6 +260,8 @@ def decode_pair(
     written += write_report(folder, run_folder=pair.run and pair.run.owner)  # with the figures of earlier calls
     print(view.short)
     print_decode_table(title, metrics)
+    for line in vocabulary_lines(metrics):
+        print(line)
     if not options["plain"]:
         print(
             "decode: decode.plain=false, so no speed-up is measured and no greedy text compared with the target's own"

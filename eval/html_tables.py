@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from eval.html_view import printable
-from eval.report import DECODE_COLUMNS, as_metrics, decode_row, decoded, overall
+from eval.report import DECODE_COLUMNS, as_metrics, decode_row, decoded, overall, vocabulary_lines
 from eval.results import Metric
 
 TEXT_COLUMNS = ("T", "set", "method", "key")
@@ -21,7 +21,8 @@ COMPARED = {  # figure of outputs/compare -> column
 
 
 def sentences(metrics: Mapping[str, Metric]) -> list[str]:
-    """What to take from the table: the fastest method at each temperature, and all that is slower than plain."""
+    """What to take from the table: the fastest method at each temperature, all that is slower than plain, and what a
+    draft vocabulary leaves out."""
     lines = []
     for temperature, methods in overall(metrics).items():
         degrees = f"T = {temperature.removeprefix('T')}"
@@ -50,6 +51,7 @@ def sentences(metrics: Mapping[str, Metric]) -> list[str]:
         ]
         if slower:
             lines.append(("told", f"{degrees}, slower than plain decoding: {', '.join(slower)}."))
+    lines += [("told", line) for line in vocabulary_lines(metrics)]
     return [f'<p class="{classes}">{html_text(line)}</p>' for classes, line in lines]
 
 

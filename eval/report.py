@@ -77,6 +77,19 @@ def overall(metrics: Mapping[str, Metric]) -> dict[str, dict[str, str]]:
     return found
 
 
+def vocabulary_lines(metrics: Mapping[str, Metric]) -> list[str]:
+    """A sentence for each temperature at which the target leaves the draft vocabulary."""
+    lines = []
+    for temperature, methods in overall(metrics).items():
+        keys = [f"draft_vocab_share/{name}/{temperature}/{method}" for method, name in methods.items()]
+        share = next((metrics[key] for key in keys if key in metrics), None)
+        if share is not None and share.value < 1:
+            degrees = f"T = {temperature.removeprefix('T')}"
+            told = f"the draft vocabulary holds {share.value:.1%} of the plain texts' tokens ({share.n} prompts)"
+            lines.append(f"{degrees}: {told}; the others are never drafted.")
+    return lines
+
+
 def print_metrics(title: str, metrics: Mapping[str, Metric], note: str | None = None) -> None:
     """Every metric with its 95 % interval and the number of rows or prompts behind it."""
     rows = [(key, f"{m.value:.4g}", _interval(m), str(m.n)) for key, m in metrics.items()]

@@ -1,6 +1,7 @@
 """report.html: self-contained and well-formed, what is slower is said, files are found; and what W&B gets of it."""
 
 import base64
+import html
 import json
 import re
 import sys
@@ -21,7 +22,7 @@ from eval.html_view import html_view, page_parts
 from eval.loop import DecodeResult, Round
 from eval.measures import Method, Trial
 from eval.prompts import Prompt
-from eval.report import as_metrics, decoded, overall
+from eval.report import as_metrics, decoded, overall, vocabulary_lines
 from eval.results import Metric, make_header, merge_results, read_results
 from eval.tree import TreeShape
 from eval.wandb_media import alpha_rows, decode_rows, fastest, log_to_wandb, summary
@@ -174,6 +175,16 @@ def test_what_is_slower_is_said():
         "T = 1: every method is slower than plain decoding; the least so is chain_k4, 0.90 [0.80, 1.00] times as fast, "
         "with 1.80 [0.90, 2.70] tokens a target forward (all, 4 prompts).",
     ]
+
+
+def test_what_a_draft_vocabulary_leaves_out_is_said():
+    share = {f"draft_vocab_share/{name}/T1/chain_k4": Metric(0.625, None, 4) for name in ("all", "gsm8k")}
+    whole = {"draft_vocab_share/all/T0/chain_k4": Metric(1.0, None, 4)}
+    told = (
+        "T = 1: the draft vocabulary holds 62.5% of the plain texts' tokens (4 prompts); the others are never drafted."
+    )
+    assert vocabulary_lines(figures() | share | whole) == [told] and not vocabulary_lines(figures())
+    assert html.unescape(sentences(figures() | share | whole)[-1]).count(told) == 1
 
 
 def test_rows_stand_by_temperature_all_sets_first():
