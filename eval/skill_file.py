@@ -299,13 +299,17 @@ def fallback_section(content: Mapping[str, Any]) -> str:
 
 
 def limits(content: Mapping[str, Any]) -> str:
+    disturbed = (
+        "\n- Something else ran while the forwards were timed (one token took longer than several): the predictions "
+        "promise too much, the measured figures stand."
+    ) * content["is_disturbed"]
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     return f"""## Limits
 
 - Batch 1: with more sequences at once a forward of the target is busier, and drafted tokens cost more.
 - This machine ({content["device"]}), idle otherwise; {versions}; commit {content["git_sha"][:12]}.
 - Softmax temperature only; top-k, top-p and min-p were off.
-- Greedy text equals the target's own; sampled text has its distribution. Near ties in bf16 may fall either way."""
+- Greedy text equals the target's own, sampled text has its distribution; bf16 near ties fall either way.{disturbed}"""
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -129,6 +129,7 @@ def tune(pairs: Mapping[str, Pair], settings: Mapping[str, Any], overrides: Sequ
             "max_new_tokens": settings["max_new_tokens"],
         },
         "target_profile": asdict(target_profile),
+        "is_disturbed": target_profile.is_disturbed,
         "draft_profiles": {run: asdict(profile) for run, profile in draft_profiles.items()},
         "temperatures": {},
     }

@@ -32,6 +32,12 @@ class TargetProfile:
     causal_s: dict[int, float]  # tokens of one forward -> seconds
     tree_s: dict[int, float]  # with a tree's mask
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether a forward of more tokens took less time than one of a single token: something else ran meanwhile,
+        and drafting looks cheaper than it is."""
+        return min(self.causal_s.values()) < self.causal_s[1]
+
     def seconds(self, num_tokens: float | np.ndarray, *, is_chain: bool) -> float | np.ndarray:
         """Between what was measured on a line, beyond it along the last one."""
         return between(self.causal_s if is_chain else self.causal_s | self.tree_s, num_tokens)

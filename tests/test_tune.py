@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 import eval.tune
+import eval.tune_steps
 from eval.drafters import make_drafter
 from eval.entry import CONF_DIR
 from eval.loop import speculative_decode
@@ -355,6 +356,7 @@ def test_a_run_end_to_end_and_its_skill_file(target, capsys):
         assert set(of_t["acceptance"]) == {"head", "model"}
         assert {c["run"] for c in of_t["best_of_each_kind"]} == {"head", "model", None}
     # every section, for whatever is chosen
+    content["temperatures"]["1"]["choice"] = None
     for number, m in enumerate(content["temperatures"]["0"]["measured"]):
         content["temperatures"]["0"]["choice"] = None if number == 3 else m
         text = skill_text(content)
@@ -394,9 +396,24 @@ def skill_content() -> dict:
             "answer_tokens": 96, "max_new_tokens": 96,
         },
         "target_profile": {"context": 148, "causal_s": {"1": 0.02, "4": 0.022}, "tree_s": {"9": 0.026}},
-        "draft_profiles": {},
+        "draft_profiles": {}, "is_disturbed": False,
         "temperatures": {"0": of_t, "1": of_t | {"choice": None}},
     }  # fmt: skip
+
+
+def test_a_disturbed_profile_is_taken_again_and_told(target, monkeypatch, capsys):
+    """Drafted tokens would look cheaper than they are where the plain step was timed in a busy moment."""
+    disturbed, quiet = (TargetProfile(8, {1: 1.0, 4: s}, {}) for s in (0.9, 1.1))
+    taken = [disturbed, quiet, quiet]
+    monkeypatch.setattr(eval.tune_steps, "profile_target", lambda *arguments, **options: taken.pop(0))
+    text = Text((1, 2, 3), (4, 5))
+    assert eval.tune_steps.profile_machine(target, {}, [text], small())[0] is quiet and len(taken) == 1
+    assert capsys.readouterr().out.count("something else ran meanwhile") == 1
+    taken = [disturbed] * 4
+    found = eval.tune_steps.profile_machine(target, {}, [text], small())[0]
+    assert found.is_disturbed and len(taken) == 1
+    assert "promise too much" in skill_text(skill_content() | {"is_disturbed": True})
+    assert "promise too much" not in skill_text(skill_content())
 
 
 def test_flags_of_the_engines():
