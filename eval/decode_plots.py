@@ -29,9 +29,10 @@ def by_depth(metrics: Mapping[str, Mapping[str, Any]], figure: str) -> dict[tupl
 
 
 def alpha_by_depth(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[Point]]]:
-    """Panels of `alpha_by_depth.png`: "T0, chain_k4" -> set -> points."""
+    """Panels of `alpha_by_depth.png`: "T0, chain_k4" -> set -> points; low temperatures first."""
     panels: dict[str, dict[str, list[Point]]] = defaultdict(dict)
-    for (name, temperature, method), points in by_depth(metrics, "alpha_at_depth").items():
+    curves = sorted(by_depth(metrics, "alpha_at_depth").items(), key=lambda each: float(each[0][1].removeprefix("T")))
+    for (name, temperature, method), points in curves:
         panels[f"{temperature}, {method}"][name] = points
     return dict(panels)
 

@@ -82,6 +82,9 @@ def test_depths_are_grouped_by_temperature_and_method():
     assert [point[0] for point in panels["T0, chain_k4"]["gsm8k"]] == [1, 2, 3, 4]
     depth, value, low, high = panels["T0, chain_k4"]["mt_bench"][0]
     assert (depth, round(value, 2)) == (1, 0.54) and low < value < high
+    figure = {"value": 0.5, "ci95": None, "n": 1}
+    unsorted = {f"alpha_at_depth/d1/all/{t}/chain_k4": figure for t in ("T0", "T1.5", "T1")}
+    assert list(alpha_by_depth(unsorted)) == ["T0, chain_k4", "T1, chain_k4", "T1.5, chain_k4"]
 
 
 def test_methods_are_compared_over_all_sets_or_the_only_one():
