@@ -178,7 +178,7 @@ def decode_trials(
 
 
 def num_draftable(draft: nn.Module | None, token_ids: Sequence[int]) -> int | None:
-    """How many of these tokens a head's draft vocabulary holds; None for a draft that can propose every id."""
+    """How many of these tokens a head's draft vocabulary holds; None for a draft model."""
     if not isinstance(draft, EagleHead | MedusaHeads):
         return None
     ids = torch.tensor(token_ids, device=draft.draft_vocab.device)

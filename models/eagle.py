@@ -298,7 +298,7 @@ class EagleHead(nn.Module):
 
     @property
     def draft_vocab(self) -> Tensor:  # (Vd,) target ids
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+        return self.target_ids(torch.arange(self.config.draft_vocab_size, device=self.device))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """config.json and model.safetensors, under the engines' names."""

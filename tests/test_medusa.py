@@ -40,7 +40,7 @@ from models.target import Target, load_target
 from tests.exact_loop import PROMPT, loop_counts
 from tests.test_eagle import chat_rows
 from tests.test_loop import prompts
-from tests.test_tree_drafters import _five_ids
+from tests.test_tree_drafters import _five_ids, random_head
 from tests.test_verification import chi_square_p_value
 from train.export import export_run
 from train.losses import LossSpec
@@ -365,6 +365,8 @@ def test_the_share_of_the_draft_vocabulary_in_the_plain_text(target: Target) -> 
     ]
     expected = sum(token in ids for token in plain) / len(plain)
     assert shares[0].value == expected and 0 < expected < 1 and shares[1] is None
+    whole = decode_trials(target, random_head(target, "eagle1"), [prompt], methods=["chain_k2"], **options)
+    assert [trial.plain_draftable for of_method in whole.values() for trial in of_method] == [16]
     whole = decode_trials(target, target.model, [prompt], methods=["chain_k2"], **options)
     assert [trial.plain_draftable for of_method in whole.values() for trial in of_method] == [None]
 
