@@ -194,8 +194,7 @@ class EagleChains:
         chains = torch.stack(tokens, 1)
         if not probs:
             return Chains(chains)
-        draft_ids = self.head.target_ids(torch.arange(probs[0].shape[-1], device=chains.device))
-        return Chains(chains, _widen(torch.stack(probs, 1), draft_ids, self.vocab_size))
+        return Chains(chains, _widen(torch.stack(probs, 1), self.head.draft_vocab, self.vocab_size))
 
     def _draft(self, tokens: Tensor, hidden: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:  # (B, D), (B, Vd)
         """Output and logits of each row's last slot."""

@@ -6,7 +6,6 @@ committed token that its cache lacks, the last drafted one after a full acceptan
 """
 
 import time
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -282,10 +281,6 @@ class EagleDrafter:
         self.is_one_hot = params.is_greedy or draft_sampling == "greedy" or shape.kind != "chain"
         self.max_positions = head.config.max_position_embeddings
 
-    @cached_property
-    def _draft_ids(self) -> Tensor:  # (Vd,) target ids
-        return self.head.target_ids(torch.arange(self.head.config.draft_vocab_size, device=self.head.device))
-
     def start(
         self, prompt: Tensor, *, features: Tensor, capacity: int, generator: torch.Generator, clock: Clock
     ) -> None:
@@ -336,7 +331,7 @@ class EagleDrafter:
         if not probs:
             return Tree.chain(torch.cat(tokens))
         drawn_from = probs[0].new_zeros(depth, self.vocab_size)  # (K, V)
-        drawn_from[:, self._draft_ids] = torch.cat(probs)
+        drawn_from[:, self.head.draft_vocab] = torch.cat(probs)
         return Tree.chain(torch.cat(tokens), drawn_from)
 
     def _read_slots(self, tokens: Tensor) -> Tensor:  # (P,) -> (1, D) output of the last one

@@ -72,6 +72,7 @@ def by_batch(target: Target, draft: nn.Module, settings: Settings) -> Figures:
     wanted = -(-count // len(settings["sets"]))
     prompts = mixed(_fitting(target, load_prompts(settings["sets"], target.tokenizer, num_prompts=wanted), length))
     count = min(count, len(prompts))
+    # first prompt of each batch: all prompts once, or some again where they are too few for `num_batches`
     starts = {size: range(0, max(count, size * num_batches), size) for size in sizes}
 
     def run(batch: Sequence[Prompt], of: TreeShape | None, length: int) -> BatchResult:
@@ -91,7 +92,6 @@ def by_batch(target: Target, draft: nn.Module, settings: Settings) -> Figures:
             for of in (None, shape):
                 run((prompts * size)[:size], of, min(8, length))
             for number, start in enumerate(starts[size]):
-                # few prompts: some come again, with the same text
                 batch = [prompts[(start + i) % count] for i in range(size)]
                 found = {of: run(batch, of, length) for of in ((None, shape) if number % 2 == 0 else (shape, None))}
                 rows.append(_batch_row(found[None], found[shape]))

@@ -299,10 +299,12 @@ def fallback_section(content: Mapping[str, Any]) -> str:
 
 
 def limits(content: Mapping[str, Any]) -> str:
-    disturbed = (
-        "\n- Something else ran while the forwards were timed (one token took longer than several): the predictions "
-        "promise too much, the measured figures stand."
-    ) * content["is_disturbed"]
+    disturbed = ""
+    if content["is_disturbed"]:
+        disturbed = (
+            "\n- Something else ran while the forwards were timed (one token took longer than several): the "
+            "predictions promise too much, the measured figures stand."
+        )
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     return f"""## Limits
 

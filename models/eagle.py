@@ -298,6 +298,7 @@ class EagleHead(nn.Module):
 
     @property
     def draft_vocab(self) -> Tensor:  # (Vd,) target ids
+        """All of them, in order, for an EAGLE-1 head, which has no map."""
         return self.target_ids(torch.arange(self.config.draft_vocab_size, device=self.device))
 
     def save_pretrained(self, folder: str | Path) -> None:
