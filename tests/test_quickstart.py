@@ -11,16 +11,20 @@ from hydra import compose, initialize_config_dir
 
 from eval.entry import CONF_DIR, check_config
 from models.errors import UserError
-from train.quickstart import quickstart
+from train.quickstart import main, quickstart
 
 REPOSITORY = Path(__file__).parents[1]
 
 
-def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def arguments_of(tmp_path: Path, *more: str) -> list[str]:
     roots = [f"{name}_root={tmp_path / name}" for name in ("output", "checkpoint", "cache")]
     small = ["decode.sets=[gsm8k]", "decode.num_prompts=1", "data.max_train_tokens=6000", "trainer.max_epochs=1"]
+    return ["+experiment=smoke", *roots, *small, *more]
+
+
+def run(tmp_path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "train.quickstart", "+experiment=smoke", *roots, *small, *arguments],
+        [sys.executable, "-m", "train.quickstart", *arguments_of(tmp_path)],
         cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -50,12 +54,15 @@ def test_quickstart_and_its_second_call(tmp_path):
         assert again[key] == metrics[key], key
 
 
-def test_a_mistake_is_one_line(tmp_path):
-    for mistake in ("decode.methods=[chain_k0]", "decode.sets=[gsm9k]"):
-        result = run(tmp_path, mistake)
-        key, _, _ = mistake.partition("=")
-        assert result.returncode == 2 and result.stderr.splitlines()[-1].startswith(f"error: {key}="), result.stderr
-        assert "Traceback" not in result.stderr and not result.stdout
+@pytest.mark.parametrize("mistake", ["decode.methods=[chain_k0]", "decode.sets=[gsm9k]"])
+def test_a_mistake_is_one_line(mistake, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quickstart", *arguments_of(tmp_path, mistake)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    out, err = capsys.readouterr()
+    key, _, _ = mistake.partition("=")
+    assert stopped.value.code == 2 and err.splitlines()[-1].startswith(f"error: {key}="), err
+    assert "Traceback" not in err and not out
     assert not (tmp_path / "cache").exists()  # told before anything began
 
 
