@@ -454,12 +454,20 @@ def test_schedule_and_weight_decay() -> None:
         (lambda: TrainerSpec(max_epochs=None), r"trainer\.max_epochs, trainer\.max_steps"),
         (lambda: TrainerSpec(precision="fp8"), r"trainer\.precision=fp8"),
         (lambda: TrainerSpec(devices="two"), r"trainer\.devices=two"),
+        (lambda: TrainerSpec(devices=2).beside("auto"), r"trainer\.devices=2: .*set trainer\.devices=1"),
         (lambda: RunFolder("checkpoints", "../up"), r"run=\.\./up"),
     ],
 )
 def test_mistakes_name_key_value_and_fix(make, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()
+
+
+def test_a_target_over_all_gpus_has_one_process_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    spec, gpu = TrainerSpec(), torch.device("cuda")
+    assert spec.beside(None).num_devices(gpu) == 4
+    assert spec.beside("auto").num_devices(gpu) == TrainerSpec(devices=1).beside("auto").num_devices(gpu) == 1
 
 
 def test_differences_are_listed_by_leaf() -> None:

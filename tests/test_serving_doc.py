@@ -9,6 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from eval.entry import CONF_DIR, check_config
+from models.servable import EAGLE_FAMILIES, ENGINES
 from models.serve_command import serve_command, trtllm_yaml
 from train.serving import Draft
 
@@ -23,6 +24,11 @@ def test_printed_commands_compose(command: str) -> None:
     module, *overrides = shlex.split(command)[2:]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         check_config(compose(module.split(".")[1], overrides))
+
+
+def test_families_are_those_of_the_code() -> None:
+    for engine, families in EAGLE_FAMILIES.items():
+        assert f"- {ENGINES[engine]}: {', '.join(families)}\n" in DOC
 
 
 def test_named_targets_of_make_exist() -> None:

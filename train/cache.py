@@ -282,6 +282,7 @@ def caches(
         for split_rows in rows.values():
             _check_rows(target, split_rows)
         return dict(rows), {}
+    trainer = instantiate(cfg.trainer, _convert_="all").beside(cfg.target.device_map)
     metrics: dict[str, float] = {}
     folders: dict[str, Rows | Path] = {}
     for split, split_rows in rows.items():
@@ -294,9 +295,9 @@ def caches(
             shard_tokens=cfg.cache.shard_tokens,
             batch_tokens=cfg.cache.batch_tokens,
             plan=cfg.plan,
-            devices=cfg.trainer.devices,
-            num_nodes=cfg.trainer.num_nodes,
-            strategy=cfg.trainer.strategy,
+            devices=trainer.devices,
+            num_nodes=trainer.num_nodes,
+            strategy=trainer.strategy,
             on_stats=(lambda stats: metrics.update(stats.metrics())) if split == "train" else None,
         )
     return folders, metrics
@@ -307,7 +308,7 @@ def main(cfg: DictConfig) -> None:
     """Cache the rows of both splits, as train.distill would."""
     if cfg.cache.mode != "disk":
         raise UserError(f"cache.mode={cfg.cache.mode}: there is nothing to cache; use cache=topk or cache=hidden")
-    instantiate(cfg.trainer, _convert_="all")  # checks its keys
+    instantiate(cfg.trainer, _convert_="all").beside(cfg.target.device_map)  # checks its keys
     target: Target = instantiate(cfg.target)
     spec = SignalSpec(cfg.cache.signal, cfg.cache.top_k, target.tap_ids)
     # rows of both splits before the first forward: an empty one is told at once

@@ -53,6 +53,7 @@ def distill(cfg: DictConfig) -> Path:
     """The whole run of a composed config; returns its folder. A finished run of the same config is left as it is."""
     device = resolve_device(cfg.device)
     loss, optim, trainer = (instantiate(cfg[group], _convert_="all") for group in ("loss", "optim", "trainer"))
+    trainer = trainer.beside(cfg.target.device_map)
     check_lengths(cfg, trainer)
     check_head(cfg)
     if loss.temperature != 1 and cfg.cache.signal == "topk":

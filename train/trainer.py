@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from lightning import Callback, Trainer
@@ -57,6 +57,20 @@ class TrainerSpec:
             raise UserError(f"trainer.strategy={self.strategy}: unknown; use one of {', '.join(strategies)}")
         if self.devices != "auto" and (not isinstance(self.devices, int) or self.devices < 1):
             raise UserError(f"trainer.devices={self.devices}: must be auto or a number of processes")
+
+    def beside(self, device_map: str | None) -> "TrainerSpec":
+        """This spec beside a target that `target.device_map` spreads over the GPUs: `auto` is one process then.
+
+        Raises UserError for several, because each would load all of such a target.
+        """
+        if device_map is None:
+            return self
+        if self.devices not in ("auto", 1):
+            raise UserError(
+                f"trainer.devices={self.devices}: target.device_map={device_map} spreads the target over all GPUs, "
+                "so one process trains beside it; set trainer.devices=1, or target.device_map=null"
+            )
+        return replace(self, devices=1)
 
     def num_devices(self, device: torch.device) -> int:
         """Processes on this machine."""
