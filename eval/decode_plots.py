@@ -81,10 +81,10 @@ def plot_acceptance_by_depth(metrics: Mapping[str, Mapping[str, Any]], path: str
         "survival_at_depth": "rounds that accepted\nd tokens or more / rounds",
     }
     panels = {name: acceptance_by_depth(metrics, name) for name in figures}
-    temperatures = sorted(panels["alpha_at_depth"], key=lambda name: float(name.removeprefix("T")))
+    temperatures = sorted(set().union(*panels.values()), key=lambda name: float(name.removeprefix("T")))
     if not temperatures:
         raise UserError("results.json: no alpha_at_depth in it; run eval.decode first")
-    methods = list(dict.fromkeys(name for sets in panels["alpha_at_depth"].values() for name in sets))
+    methods = list(dict.fromkeys(name for panel in panels.values() for curves in panel.values() for name in curves))
     styles = {name: i for i, name in enumerate(methods)}
     figure = new_figure(max(6.8, 5.0 * len(temperatures)), 7.4)
     grid = figure.subplots(2, len(temperatures), sharey="row", sharex="col", squeeze=False)
@@ -95,7 +95,7 @@ def plot_acceptance_by_depth(metrics: Mapping[str, Mapping[str, Any]], path: str
     for top, bottom, temperature in zip(*grid, temperatures):
         top.set_title(f"temperature {temperature.removeprefix('T')}", fontsize=11)
         bottom.set_xlabel("depth d of the drafted token")
-    handles = {label: handle for axes in grid[0] for handle, label in zip(*axes.get_legend_handles_labels())}
+    handles = {label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels())}
     handles = {name: handles[name] for name in methods}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False)
     figure.suptitle(f"{title}\nacceptance by depth, 95 % intervals over prompts", fontsize=11)

@@ -6,6 +6,7 @@ committed token that its cache lacks, the last drafted one after a full acceptan
 """
 
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from eval.tree import Candidates, Level, Tree, TreeShape, grow
 from models.eagle import EagleHead
 from models.errors import UserError
-from models.kv_cache import RollbackCache, forward_with_cache
+from models.kv_cache import RollbackCache, forward_with_cache, has_own_mask
 from models.medusa import MedusaHeads
 from models.sampling import SamplingParams, filtered_probs, sample
 
@@ -115,6 +116,27 @@ def check_shape(draft: nn.Module, shape: TreeShape, *, vocab_size: int, key: str
     widest = max((*shape.children, shape.top_k))
     if widest > num_ids:
         raise UserError(f"{key}={shape}: {widest} children for a draft of {num_ids} ids; use fewer")
+
+
+def check_attention(models: Iterable[nn.Module], shapes: Iterable[TreeShape], *, key: str) -> None:
+    """Raises UserError, blaming the setting `key`: trees or lookahead where a model cannot be given their mask."""
+    if all(map(has_own_mask, models)):
+        return
+    for shape in shapes:
+        if shape.kind not in ("chain", "ngram"):
+            raise UserError(
+                f"{key}={shape}: needs full attention by SDPA, and the target or a draft has a sliding window or "
+                "another attention kernel; use chains such as chain_k4, and n-grams"
+            )
+
+
+def check_ragged(models: Iterable[nn.Module], *, setting: str) -> None:
+    """Raises UserError, blaming `setting`: batches where a model cannot be given the mask of ragged rows."""
+    if not all(map(has_own_mask, models)):
+        raise UserError(
+            f"{setting}: batches of ragged rows need full attention by SDPA, and the target or a draft has a sliding "
+            "window or another attention kernel; leave them out"
+        )
 
 
 class DraftModelChain:

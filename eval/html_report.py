@@ -101,17 +101,16 @@ def plot_run(folder: Path, results: Mapping[str, Any], *, title: str) -> list[Pa
 def snapshot_curves(folder: Path, target: Mapping[str, str]) -> dict[str, list[tuple[float, ...]]]:
     """From outputs/<run>-step-000500 and its like: "chain_k3, T = 0" -> (step, tau, low, high), two points or more."""
     curves: dict[str, list[tuple[float, ...]]] = defaultdict(list)
-    for path in folder.parent.glob(f"{folder.name}-step-*/results.json"):
-        results = read_results(path)
-        if results["target"] != target:
+    for path in folder.parent.glob("*/results.json"):
+        snapshot = re.fullmatch(re.escape(folder.name) + r"-step-(\d+)", path.parent.name)
+        if snapshot is None or (results := read_results(path))["target"] != target:
             continue
         metrics = as_metrics(results)
         for temperature, methods in overall(metrics).items():
             for method, name in methods.items():
                 tau = metrics[f"tau/{name}/{temperature}/{method}"]
                 label = f"{method}, T = {temperature.removeprefix('T')}"
-                step = int(path.parent.name.rpartition("-")[2])
-                curves[label].append((step, tau.value, *(tau.ci95 or (tau.value, tau.value))))
+                curves[label].append((int(snapshot[1]), tau.value, *(tau.ci95 or (tau.value, tau.value))))
     return {label: sorted(points) for label, points in sorted(curves.items()) if len(points) > 1}
 
 

@@ -284,7 +284,8 @@ def fallback_section(content: Mapping[str, Any]) -> str:
         "## When to fall back to plain decoding",
         "",
         "A round must emit more tokens (tau) than it takes plain steps; below that plain decoding is faster. "
-        "`decode.fallback=auto` watches this while decoding and pauses by itself; the text does not change.",
+        "`decode.fallback=auto` watches this while decoding and pauses by itself. Greedy text stays what it is; "
+        "sampled text keeps its distribution, but a seed does not bring it back, since a clock decides.",
         "",
     ]
     for t, of_t in content["temperatures"].items():

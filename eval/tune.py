@@ -93,6 +93,10 @@ def tune(pairs: Mapping[str, Pair], settings: Mapping[str, Any], overrides: Sequ
         limit=settings["num_profiled"] + settings["num_measured"],
         max_tokens=room - settings["max_new_tokens"] - settings["max_chain"] - 1,
     )
+    if len(prompts) < 2:
+        raise UserError(
+            f"tune.prompts={settings['prompts']}: holds one prompt that fits; an interval takes two or more"
+        )
     profiled, others = prompts[: settings["num_profiled"]], prompts[settings["num_profiled"] :]
     is_measured_anew = len(others) >= 2
     measured_prompts = others if is_measured_anew else prompts
@@ -181,9 +185,8 @@ def predict_all(
     target = next(iter(pairs.values())).target
     candidates, acceptance = predict_draftless(target, work, target_profile, plain, settings), {}
     for run, draft in drafts.items():
-        target = pairs[run].target
-        machine = Machine(target_profile, draft_profiles[run], loop_profile(target, draft, work, settings["max_nodes"]))
-        found, acceptance[run] = predict_draft(target, run, draft, work, machine, plain, settings["max_nodes"])
+        machine = Machine(target_profile, draft_profiles[run], loop_profile(draft, work, settings["max_nodes"]))
+        found, acceptance[run] = predict_draft(run, draft, work, machine, plain, settings["max_nodes"])
         candidates += found
     return candidates, acceptance
 

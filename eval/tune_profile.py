@@ -22,7 +22,7 @@ from models.sampling import SamplingParams
 from models.target import Target
 
 FORWARD_TOKENS = (1, 2, 3, 4, 5, 6, 9, 13, 17, 25, 33, 61)
-LONGEST_CAUSAL = 9  # chains are no longer
+SPREAD = 0.05  # of medians that are equal
 TREE_WIDTHS = (1, 4, 6, 10)
 
 
@@ -34,9 +34,9 @@ class TargetProfile:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether a forward of more tokens took less time than one of a single token: something else ran meanwhile,
-        and drafting looks cheaper than it is."""
-        return min(self.causal_s.values()) < self.causal_s[1]
+        """Whether a forward of more tokens took clearly less time than one of a single token: something else ran
+        meanwhile, and drafting looks cheaper than it is."""
+        return min(self.causal_s.values()) < (1 - SPREAD) * self.causal_s[1]
 
     def seconds(self, num_tokens: float | np.ndarray, *, is_chain: bool) -> float | np.ndarray:
         """Between what was measured on a line, beyond it along the last one."""
@@ -71,22 +71,25 @@ def between(measured: Mapping[int, float], at: float | np.ndarray) -> float | np
 
 
 @torch.inference_mode()
-def profile_target(target: Target, token_ids: Sequence[int], *, max_tokens: int, repeats: int) -> TargetProfile:
-    """token_ids: the context. max_tokens: the largest forward that is of interest."""
+def profile_target(
+    target: Target, token_ids: Sequence[int], *, max_chain: int, max_tokens: int, repeats: int
+) -> TargetProfile:
+    """token_ids: the context. max_chain: the longest chain; max_tokens: the largest forward that is of interest."""
     model, context = target.model, len(token_ids)
     ids = torch.tensor(token_ids, device=model.device)
-    sizes = [n for n in FORWARD_TOKENS if n <= max_tokens] or [1]
+    longest_causal = min((n for n in FORWARD_TOKENS if n > max_chain), default=FORWARD_TOKENS[-1])
+    sizes = [n for n in FORWARD_TOKENS if n <= max(max_tokens, longest_causal)]
     cache = RollbackCache.for_model(model, context + sizes[-1])
     forward_with_cache(model, ids[None], cache, logits_to_keep=1)
     block = ids.repeat(-(-sizes[-1] // context))[: sizes[-1]]  # (n,)
     with_trees = sizes if cache.own_mask else []  # else transformers builds the mask, and trees are refused
-    masks = {n: tree_mask(_bushy(n - 1, model.device)) for n in with_trees if n > 2}
+    masks = {n: tree_mask(_bushy(n - 1, model.device)) for n in with_trees if 2 < n <= max_tokens}
     clock = Clock(model.device)
     seconds: dict[tuple[int, bool], list[float]] = defaultdict(list)
     for repeat in range(repeats + 1):
         for size in sizes:
             for is_tree in (False, True):
-                if (is_tree and size not in masks) or (not is_tree and size > LONGEST_CAUSAL):
+                if (is_tree and size not in masks) or (not is_tree and size > longest_causal):
                     continue
                 begin = clock.now()
                 arguments = {}

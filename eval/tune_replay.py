@@ -129,6 +129,7 @@ class WideTree:
     rank: np.ndarray  # (N,) 0 for the best child of its parent
     scores: np.ndarray  # (N,)
     path: list[int]  # nodes that hold the next tokens of the text
+    num_ahead: int  # tokens of the text that could be drafted here: at its end fewer than the depth
 
 
 def wide_trees(target: Target, drafter: Drafter, text: Text, depth: int) -> list[WideTree]:
@@ -139,7 +140,7 @@ def wide_trees(target: Target, drafter: Drafter, text: Text, depth: int) -> list
         ahead = text.answer[place + 1 : place + 1 + depth]
         scores = np.zeros(len(parents)) if tree.scores is None else tree.scores.float().cpu().numpy()
         path = _path(parents, tree.tokens.tolist(), ahead)
-        found.append(WideTree(parents, tree.depth.cpu().numpy(), _ranks(parents), scores, path))
+        found.append(WideTree(parents, tree.depth.cpu().numpy(), _ranks(parents), scores, path, len(ahead)))
     return found
 
 
@@ -216,7 +217,7 @@ def rank_shares(wide: Sequence[Sequence[WideTree]], depth: int) -> list[list[flo
     counts, totals = np.zeros((depth, WIDE_TOP_K)), np.zeros(depth)
     for trees in wide:
         for tree in trees:
-            for d in range(min(len(tree.path) + 1, depth)):
+            for d in range(min(len(tree.path) + 1, depth, tree.num_ahead)):
                 parent = tree.path[d - 1] if d else -1
                 if not (tree.parents == parent).any():
                     break

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -32,6 +31,7 @@ from eval.tune_replay import (
 )
 from models.eagle import EagleHead
 from models.errors import UserError
+from models.kv_cache import has_own_mask
 from models.medusa import MedusaHeads
 from models.sampling import SamplingParams
 from models.target import Target
@@ -46,8 +46,9 @@ class Draft:
     """A draft to choose from, and how far it goes."""
 
     model: nn.Module
+    target: Target  # with the taps that the draft reads
     max_depth: int
-    max_width: int  # children of a node
+    max_width: int  # children of a node; 0: no trees
     max_positions: int
 
     @classmethod
@@ -59,7 +60,9 @@ class Draft:
             num_ids = model.config.draft_vocab_size
         else:
             num_ids = min(model.get_input_embeddings().weight.shape[0], target.vocab_size)
-        return cls(model, max_depth, min(WIDE_TOP_K, num_ids), positions)
+        is_head = isinstance(model, EagleHead | MedusaHeads)
+        has_trees = has_own_mask(target.model) and (is_head or has_own_mask(model))
+        return cls(model, target, max_depth, min(WIDE_TOP_K, num_ids) if has_trees else 0, positions)
 
 
 @dataclass(frozen=True)
@@ -109,20 +112,26 @@ def profile_machine(
     ids = [token for text in texts for token in (*text.prompt, *text.answer)]
     ids = (ids * (1 + (context + further) // len(ids)))[: context + further]
     for _ in range(PROFILES):
-        target_profile = profile_target(target, ids[:context], max_tokens=settings["max_nodes"] + 1, repeats=repeats)
+        target_profile = profile_target(
+            target,
+            ids[:context],
+            max_chain=settings["max_chain"],
+            max_tokens=settings["max_nodes"] + 1,
+            repeats=repeats,
+        )
         if not target_profile.is_disturbed:
             break
         print("tune: a forward of one token took longer than one of more: something else ran meanwhile", flush=True)
     draft_profiles = {
         run: profile_draft(
-            target,
+            draft.target,
             draft.model,
             ids,
             context=context,
             temperatures=temperatures,
             max_chain=draft.max_depth,
             max_depth=draft.max_depth,
-            max_width=draft.max_width if target_profile.tree_s else 0,
+            max_width=draft.max_width,
             repeats=repeats,
         )
         for run, draft in drafts.items()
@@ -143,11 +152,12 @@ def short_runs(
     ]
 
 
-def loop_profile(target: Target, draft: Draft, work: Workload, max_nodes: int) -> dict[str, dict[int, float]]:
+def loop_profile(draft: Draft, work: Workload, max_nodes: int) -> dict[str, dict[int, float]]:
     """Kind of shape -> nodes -> seconds a round."""
 
     def seconds(method: str) -> float:
-        return loop_seconds(short_runs(target, draft.model, work, method, num_texts=2, max_new_tokens=LOOP_TOKENS))
+        runs = short_runs(draft.target, draft.model, work, method, num_texts=2, max_new_tokens=LOOP_TOKENS)
+        return loop_seconds(runs)
 
     lengths = sorted({min(2, draft.max_depth), draft.max_depth})
     found = {"chain": {k: seconds(f"chain_k{k}") for k in lengths}}
@@ -158,16 +168,17 @@ def loop_profile(target: Target, draft: Draft, work: Workload, max_nodes: int) -
 
 
 def predict_draft(
-    target: Target, run: str, draft: Draft, work: Workload, machine: Machine, plain: Plain, max_nodes: int
+    run: str, draft: Draft, work: Workload, machine: Machine, plain: Plain, max_nodes: int
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """All chains and trees of a draft; and what acceptance they stand on."""
+    target = draft.target
     options = {"vocab_size": target.vocab_size, "params": work.params, "draft_sampling": "probabilistic"}
     drafter = make_drafter(draft.model, TreeShape.chain(draft.max_depth), **options)
     chains = [replay_chain(target, drafter, text, work.params, draft.max_depth) for text in work.texts]
     told: dict[str, Any] = {"chain_alpha_at_depth": alpha_at_depth(chains)}
     given = {"temperature": work.temperature, "run": run}
     found = [predict(shape, chains, machine, plain, **given) for shape in chain_shapes(draft.max_depth)]
-    if machine.target.tree_s and "tree" in machine.loop_s:
+    if "tree" in machine.loop_s:
         shapes = tree_shapes(draft.max_depth, max_nodes, draft.max_width)
         wide = wide_shape(draft.max_depth, draft.max_width)
         drafter = make_drafter(draft.model, wide, **options)
@@ -179,12 +190,18 @@ def predict_draft(
 
 
 def alpha_at_depth(replays: Sequence[Replay]) -> list[float | None]:
-    """Of the rounds of the longest chain: how often a depth is accepted where the one before was."""
-    survived = np.zeros(replays[0].survival.shape[1] + 1)
+    """Of the rounds of the longest chain: how often a depth is accepted where the one before was. Where the text ends
+    before that depth nobody judges, and nothing counts."""
+    depth = replays[0].survival.shape[1]
+    accepted, reached = np.zeros(depth), np.zeros(depth)
     for replay in replays:
-        _, starts = rounds_of(replay, replay.survival.shape[1])
-        survived += starts @ np.concatenate((np.ones((len(starts), 1)), replay.survival), axis=1)
-    return [round(b / a, 4) if a > 0 else None for a, b in pairwise(survived.tolist())]
+        _, starts = rounds_of(replay, depth)
+        ahead = np.arange(len(starts), 0, -1)  # (S,) tokens of the text behind each place
+        judged = starts[:, None] * (ahead[:, None] > np.arange(depth))  # (S, D)
+        before = np.concatenate((np.ones((len(starts), 1)), replay.survival[:, :-1]), axis=1)
+        accepted += (judged * replay.survival).sum(0)
+        reached += (judged * before).sum(0)
+    return [round(a / b, 4) if b > 0 else None for a, b in zip(accepted.tolist(), reached.tolist())]
 
 
 def predict_draftless(
@@ -208,6 +225,8 @@ def predict_draftless(
     for name in settings["lookahead"]:
         runs = short_runs(target, None, work, name, num_texts=max(2, len(work.texts) // 2), max_new_tokens=length)
         num_rounds = sum(len(r.rounds) for r in runs)
+        if not num_rounds:  # every text ended in its prefill
+            continue
         round_s = sum(r.wall_s - r.prefill_s for r in runs) / num_rounds * (plain.step_s / plain_step)
         tau = sum(len(r.token_ids) - 1 for r in runs) / num_rounds
         nodes = sum(drafted.drafted for r in runs for drafted in r.rounds) / num_rounds

@@ -183,6 +183,11 @@ class RollbackCache(Cache):
         return mask
 
 
+def has_own_mask(model: nn.Module) -> bool:
+    """Whether our masks reach the model's attention: trees, and batches of ragged rows, need that."""
+    return RollbackCache.for_model(model, 1).own_mask
+
+
 def forward_with_cache(
     model: nn.Module,
     input_ids: Tensor,  # (B, T) tokens behind those in the cache

@@ -138,6 +138,7 @@ def test_snapshots_make_a_curve_where_there_are_two(tmp_path):
     write_snapshot(tmp_path / "mine-step-000500", tau=1.5, method="chain_k7")
     write_snapshot(tmp_path / "mine-step-002000", tau=2.0, target="another")
     write_snapshot(tmp_path / "mine-too-step-000500", tau=3.0)
+    write_snapshot(tmp_path / "mine-step-decay", tau=3.0)  # a run of its own
     curves = snapshot_curves(tmp_path / "mine", {"name": "t"})
     assert curves == {"chain_k4, T = 0": [(500, 1.5, 1.4, 1.7), (1000, 1.75, 1.65, 1.95)]}
 
@@ -173,6 +174,14 @@ def test_many_methods_are_told_apart(tmp_path, monkeypatch):
     path = plot_acceptance_by_depth(metrics, tmp_path / "deep" / "x.png", title="x")
     assert path.stat().st_size > 10_000
     assert len({look[1:] for look in drawn}) == 8 == len(set(drawn))  # the same look above and below
+
+
+def test_a_method_that_was_never_judged_is_drawn_below(tmp_path):
+    """Rounds but no judged token: texts too short for lookahead's first draft, or plain steps only."""
+    figures = {"alpha_at_depth/d1/all/T0/chain_k1": 0.5, "survival_at_depth/d1/all/T0/chain_k1": 0.5}
+    figures |= {f"survival_at_depth/d1/all/{t}/lookahead_w5_n3_g5": 0.0 for t in ("T0", "T1")}
+    metrics = {key: {"value": value, "ci95": [value, value], "n": 2} for key, value in figures.items()}
+    assert plot_acceptance_by_depth(metrics, tmp_path / "x.png", title="x").stat().st_size > 10_000
 
 
 def test_without_files_there_is_nothing_to_plot(tmp_path):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from transformers import MistralConfig, MistralForCausalLM
 
 import eval.tune
 import eval.tune_steps
-from eval.drafters import make_drafter
+from eval.drafters import check_attention, check_ragged, make_drafter
 from eval.entry import CONF_DIR
 from eval.loop import speculative_decode
 from eval.ngram import NgramDrafter
@@ -33,7 +34,7 @@ from eval.tune_predict import (
     shortlist,
     tree_shapes,
 )
-from eval.tune_profile import DraftProfile, TargetProfile, between
+from eval.tune_profile import DraftProfile, TargetProfile, between, profile_target
 from eval.tune_replay import (
     Replay,
     Text,
@@ -45,10 +46,11 @@ from eval.tune_replay import (
     wide_shape,
     wide_trees,
 )
+from eval.tune_steps import alpha_at_depth
 from eval.tune_workload import PROSE_TOKENS, read_workload
 from models.errors import UserError
 from models.sampling import SamplingParams
-from models.target import load_target
+from models.target import Target, load_target
 from models.tiny import byte_tokenizer
 from tests.test_loop import first_blocks, prompts
 from tests.test_medusa import random_heads
@@ -134,7 +136,7 @@ def invented_tree(generator: np.random.Generator, depth: int, width: int) -> Wid
         if not children:
             break
         path.append(children[min(int(generator.geometric(0.5)) - 1, len(children) - 1)])
-    return WideTree(*map(np.array, (parents, depths, ranks, scores)), path)
+    return WideTree(*map(np.array, (parents, depths, ranks, scores)), path, depth)
 
 
 def test_small_trees_out_of_the_wide_one_by_brute_force():
@@ -307,9 +309,18 @@ def test_sampled_acceptance_replayed_is_that_of_the_loop(target, method):
 def test_rank_shares_by_hand():
     parents, depth = np.array([-1, -1, 0, 0]), np.array([1, 1, 2, 2])
     rank, scores = np.array([0, 1, 0, 1]), np.zeros(4)
-    trees = [WideTree(parents, depth, rank, scores, path) for path in ([0, 3], [0], [1], [])]
+    trees = [WideTree(parents, depth, rank, scores, path, 2) for path in ([0, 3], [0], [1], [])]
     shares = rank_shares([trees], 2)
     assert shares[0][:3] == [0.5, 0.25, 0] and shares[1][:3] == [0, 0.5, 0]  # node 1 has no children
+    ending = [WideTree(parents, depth, rank, scores, [0], 1)] * 4  # the text's last token: nothing stands behind it
+    assert rank_shares([trees, ending], 2)[1] == shares[1]
+
+
+@pytest.mark.parametrize("num_places", [1, 4, 50])
+def test_a_draft_that_is_always_right_is_accepted_at_every_depth_that_a_text_has(num_places):
+    ahead = np.arange(num_places, 0, -1)
+    replay = Replay((ahead[:, None] > np.arange(6)).astype(float), np.full(num_places, 6))
+    assert alpha_at_depth([replay]) == [1.0] * min(6, num_places) + [None] * max(0, 6 - num_places)
 
 
 # --- workloads -------------------------------------------------------------------------------------------------------
@@ -343,9 +354,10 @@ def small(**changes):
 
 def test_a_run_end_to_end_and_its_skill_file(target, capsys):
     config = OmegaConf.create({"target": {"source": "package:tiny"}})
+    untapped = load_target("random:tiny_llama", dtype="fp32", device="cpu")  # of a run that reads no taps
     pairs = {
-        name: Pair(target, draft, name, name, config, None)
-        for name, draft in (("head", random_head(target)), ("model", first_blocks(target.model, 7)))
+        "model": Pair(untapped, first_blocks(target.model, 7), "model", "model", config, None),
+        "head": Pair(target, random_head(target), "head", "head", config, None),
     }
     content = json.loads(json.dumps(eval.tune.tune(pairs, small())))
     printed = capsys.readouterr().out
@@ -401,8 +413,45 @@ def skill_content() -> dict:
     }  # fmt: skip
 
 
+def test_models_with_a_window_are_tuned_for_chains():
+    def model() -> MistralForCausalLM:
+        return MistralForCausalLM(
+            MistralConfig(
+                vocab_size=259, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                num_key_value_heads=1, sliding_window=8, bos_token_id=1, eos_token_id=2,
+            )
+        ).eval()  # fmt: skip
+
+    window = Target(model(), byte_tokenizer(), name="window")
+    config = OmegaConf.create({"target": {"source": "package:tiny"}})
+    content = eval.tune.tune({"a": Pair(window, model(), "a", "a", config, None)}, small(temperatures=[0.0]))
+    found = {TreeShape.parse(c["method"]).kind for c in content["temperatures"]["0"]["predicted"]}
+    assert found == {"chain", "ngram"}
+    full = load_target("random:tiny_llama", dtype="fp32", device="cpu")
+    assert eval.tune_steps.Draft.of(model(), full, 4).max_width == 0  # of the draft alone
+    for models in ([window.model], [full.model, model()]):
+        check_attention(models, [TreeShape.chain(3), TreeShape.parse("ngram_n3_k5")], key="compare.methods")
+        with pytest.raises(UserError, match=r"^compare\.methods=static_2x1: needs full attention"):
+            check_attention(models, [TreeShape.chain(3), TreeShape.parse("static_2x1")], key="compare.methods")
+        with pytest.raises(UserError, match=r"^compare\.batch_sizes=\[4\]: batches of ragged rows"):
+            check_ragged(models, setting="compare.batch_sizes=[4]")
+
+
+def test_long_chains_are_profiled_not_extrapolated(target):
+    profile = profile_target(target, list(range(3, 60)), max_chain=16, max_tokens=5, repeats=1)
+    assert max(profile.causal_s) == 17 and max(profile.tree_s) == 5
+
+
+def test_one_prompt_shows_nothing(target, tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"prompt": "What is a draft?"}\n')
+    pair = Pair(target, None, "none", "no draft", OmegaConf.create({"target": {"source": "package:tiny"}}), None)
+    with pytest.raises(UserError, match=r"^tune\.prompts=.*one\.jsonl: holds one prompt"):
+        eval.tune.tune({"none": pair}, small(prompts=str(tmp_path / "one.jsonl")))
+
+
 def test_a_disturbed_profile_is_taken_again_and_told(target, monkeypatch, capsys):
     """Drafted tokens would look cheaper than they are where the plain step was timed in a busy moment."""
+    assert not TargetProfile(8, {1: 24.2, 2: 23.6, 4: 24.7}, {}).is_disturbed  # as alike as a quiet machine times them
     disturbed, quiet = (TargetProfile(8, {1: 1.0, 4: s}, {}) for s in (0.9, 1.1))
     taken = [disturbed, quiet, quiet]
     monkeypatch.setattr(eval.tune_steps, "profile_target", lambda *arguments, **options: taken.pop(0))
