@@ -41,10 +41,10 @@ setup-vllm: .venv-vllm/.ready ## vLLM for CPUs, in which `make serve-check` serv
 quickstart: setup ## the main job on the embedded target: cache, train, alpha, decode, report
 	$(PY) -m train.quickstart +experiment=quickstart $(ARGS)
 
-test: test-fast ## fast tests, then those on the real embedded target
+test: test-fast ## fast tests, then the slow ones: the real embedded target, jobs in processes of their own
 	$(PY) -m pytest -q -m "slow and not long and not gpu" $(ARGS)
 
-test-fast: setup ## only the tests on tiny random models
+test-fast: setup ## only the fast tests: tiny random models
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m "not slow and not long and not gpu" $(ARGS)
 
 test-long: setup ## the long exactness runs

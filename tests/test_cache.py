@@ -224,6 +224,7 @@ def test_a_change_makes_a_new_cache_and_names_the_field(field, options, change, 
 # -- crashes, damage and full disks --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_jobs_end_with_the_bytes_of_an_uninterrupted_one(tmp_path):
     """SIGKILL at ten random moments, and at each system call that matters, before and after it."""
     script = Path(__file__).parent / "kill_cache_job.py"

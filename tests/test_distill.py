@@ -158,7 +158,8 @@ def test_crashed_and_resumed_equals_uninterrupted(tmp_path: Path, cache_root: Pa
         torch.testing.assert_close(torch.tensor(first[name]), torch.tensor(second[name]), rtol=1e-6, atol=1e-6)
 
 
-def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path, cache_root: Path) -> None:
+@pytest.mark.slow
+def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path, cache_root: Path, one_thread: None) -> None:
     more = ("trainer.max_epochs=8",)
     process = start(tmp_path, cache_root, *more)
     log = tmp_path / "outputs" / "a" / "metrics.csv"
@@ -274,7 +275,8 @@ def test_online_training_equals_cached(tmp_path: Path, cache_root: Path) -> None
         assert_same_weights(cached, online, 1e-5)
 
 
-def test_two_processes_equal_one(tmp_path: Path, cache_root: Path) -> None:
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path: Path, cache_root: Path, one_thread: None) -> None:
     """Two gloo ranks of one batch a step see the batches of one process that accumulates two."""
     one = run(tmp_path, cache_root, "trainer.max_steps=6", name="one")
     process = start(
@@ -289,6 +291,7 @@ def test_two_processes_equal_one(tmp_path: Path, cache_root: Path) -> None:
         torch.testing.assert_close(torch.tensor(first[name]), torch.tensor(second[name]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_folder_each_and_refuses_several_processes(tmp_path: Path, cache_root: Path) -> None:
     sweep = ("optim.lr=1e-3,1e-4", "trainer.max_steps=2", "logger=wandb")
     process = start(tmp_path, cache_root, *sweep, flags=("-m",))

@@ -59,7 +59,8 @@ def test_crashed_and_resumed_equals_uninterrupted(
         torch.testing.assert_close(torch.tensor(first[name]), torch.tensor(second[name]), rtol=1e-6, atol=1e-6)
 
 
-def test_two_processes_equal_one_and_online_equals_cached(tmp_path: Path, cache_root: Path) -> None:
+@pytest.mark.slow
+def test_two_processes_equal_one_and_online_equals_cached(tmp_path: Path, cache_root: Path, one_thread: None) -> None:
     more = (*HEADS["eagle3"], "trainer.max_steps=4")
     one = run(tmp_path, cache_root, *more, name="one")
     online = run(tmp_path, cache_root, *more, "cache.mode=none", name="online")

@@ -29,6 +29,7 @@ def run(tmp_path: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_quickstart_and_its_second_call(tmp_path):
     first = run(tmp_path)
     assert first.returncode == 0, first.stderr

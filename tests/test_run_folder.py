@@ -4,7 +4,6 @@
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,15 +48,7 @@ def test_a_checkpoint_of_the_run_continues_it_and_another_run_may_begin_with_it(
     assert RunFolder(tmp_path, "a").check(config, resume="auto", overwrite=True) == Start()  # no cache there yet
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As the processes of `start` have it: the order of sums, and so the last bit, depends on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", ["0.9", "null"])
 def test_stopped_by_sigterm_it_leaves_the_snapshots_and_weights_of_an_uninterrupted_run(
     tmp_path: Path, cache_root: Path, one_thread: None, ema: str
