@@ -7,8 +7,8 @@
 """
 
 import functools
-import logging
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from data.sources import Document, check_source, estimated_chars, read_source, s
 from data.tokenise import Batch, tokenise
 from models.errors import UserError
 
-log = logging.getLogger(__name__)
 BATCH_TOKENS = 250_000  # tokenised at once: large enough for all cores, small enough as Python lists
 CHARS_PER_TOKEN = 3.5  # a first guess, for sizes of batches and progress bars; what is seen replaces it
 
@@ -130,7 +129,8 @@ def load_rows(
     if not len(rows):
         raise UserError(_nothing_left(pulls, split=split, held_out_fraction=held_out_fraction, max_length=max_length))
     for pull in pulls:
-        log.info("%s rows: %s", split, pull.summary())
+        if pull.num_left_out or not pull.num_tokens:
+            print(f"{split} rows: {pull.summary()}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -141,7 +141,8 @@ class _Pull:
         self.source, self.where, self.split = source, where, split
         self.held_out_fraction, self.seed = held_out_fraction, seed
         self.num_read = self.num_documents = 0  # all documents, those of this split
-        self.num_tokens = self.num_supervised = self.num_unanswered = self.num_dropped = 0
+        self.num_tokens = self.num_supervised = 0
+        self.num_unanswered = self.num_with_tools = self.num_dropped = 0
         self._documents = self._of_split()
 
     def _of_split(self) -> Iterator[Document]:
@@ -180,12 +181,18 @@ class _Pull:
         self.num_tokens += len(batch.input_ids)
         self.num_supervised += int(batch.loss_mask.sum())
         self.num_unanswered += batch.num_unanswered
+        self.num_with_tools += batch.num_with_tools
         self.num_dropped += batch.num_dropped
+
+    @property
+    def num_left_out(self) -> int:
+        return self.num_unanswered + self.num_with_tools + self.num_dropped
 
     def summary(self) -> str:
         text = f"{source_name(self.source)}: {self.num_documents:,} documents, {self.num_tokens:,} tokens, "
         text += f"{self.num_supervised:,} of them supervised"
         text += f"; {self.num_unanswered:,} chats without an answer left out" if self.num_unanswered else ""
+        text += f"; {self.num_with_tools:,} chats with tools left out" if self.num_with_tools else ""
         return text + (f"; {self.num_dropped:,} with nothing to learn left out" if self.num_dropped else "")
 
 
@@ -252,6 +259,8 @@ def _nothing_left(pulls: list[_Pull], *, split: str, held_out_fraction: float, m
             f"none of {sum(p.num_read for p in pulls):,} documents falls in the {split} split at "
             f"data.held_out_fraction={held_out_fraction}: change it, give more documents, or a source with use: {split}"
         )
+    if any(pull.num_with_tools for pull in pulls) and not any(p.num_unanswered + p.num_dropped for p in pulls):
+        return f"{names}: nothing but chats with tools, which are left out: give chats without"
     if any(pull.num_unanswered for pull in pulls):
         return f"no chat of {names} has an assistant turn, so there is nothing to learn: give chats with answers"
     if any(pull.num_dropped for pull in pulls):

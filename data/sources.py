@@ -11,7 +11,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Document:
     messages: list[dict] | None = None
     finish_reason: str | None = None  # of the last turn
     is_complete: bool = True  # False for a piece of a long text that goes on: no EOS after it
+    has_tools: bool = False  # a chat with tools on offer, or with calls of them
 
     @property
     def num_chars(self) -> int:
@@ -148,8 +149,8 @@ def estimated_chars(source: Mapping[str, Any], where: str) -> int:
     for path in source_files(source["path"], where):
         total += path.stat().st_size
         if path.suffix == ".gz" and path.stat().st_size > 4:
-            with path.open("rb") as file:  # the last four bytes hold the size before compression, modulo 2^32
-                file.seek(-4, 2)
+            with suppress(OSError), path.open("rb") as file:  # who reads it tells what is wrong with it
+                file.seek(-4, 2)  # the last four bytes hold the size before compression, modulo 2^32
                 total += max(int.from_bytes(file.read(4), "little") - path.stat().st_size, 0)
     return total
 
@@ -265,7 +266,9 @@ def _to_document(row: Any, source: Mapping[str, Any], origin: str) -> Document:
         if not isinstance(row[key], str):
             raise UserError(f"{origin}: {key!r} must be a string, got {type(row[key]).__name__}")
         return Document(origin, text=clean(row[key]))
-    return Document(origin, messages=to_messages(row["messages"], origin), finish_reason=row.get("finish_reason"))
+    messages = to_messages(row["messages"], origin)
+    has_tools = bool(row.get("tools")) or any(message.get("tool_calls") for message in messages)
+    return Document(origin, messages=messages, finish_reason=row.get("finish_reason"), has_tools=has_tools)
 
 
 def to_messages(messages: Any, origin: str) -> list[dict]:
@@ -274,10 +277,10 @@ def to_messages(messages: Any, origin: str) -> list[dict]:
         raise UserError(f"{origin}: 'messages' must be a list of {{role, content}} with at least one turn")
     for number, message in enumerate(messages):
         is_turn = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not is_turn or not isinstance(message.get("content"), str):
+        if not is_turn or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
             raise UserError(f"{origin}: messages[{number}] needs the strings 'role' and 'content'")
     # A `datasets` table fills the keys that a row lacks with None; templates test for keys.
-    return [{k: v for k, v in m.items() if v is not None} | {"content": clean(m["content"])} for m in messages]
+    return [{k: v for k, v in m.items() if v is not None} | {"content": clean(m["content"] or "")} for m in messages]
 
 
 def clean(text: str) -> str:

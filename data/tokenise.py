@@ -21,6 +21,7 @@ class Batch(NamedTuple):
     lengths: np.ndarray  # (R,) int64
     row_ids: np.ndarray  # (R,) int64
     num_unanswered: int = 0  # chats without an assistant turn
+    num_with_tools: int = 0  # chats with tools: templates write their calls beside the content
     num_dropped: int = 0  # documents with no token to learn, or none within max_length
 
     def head(self, num_rows: int) -> "Batch":
@@ -36,12 +37,14 @@ class Batch(NamedTuple):
 def tokenise(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Batch:
     """Rows of at most max_length tokens, in the documents' order; a row has at least two tokens, and a masked one that
     another precedes. What load_rows says about texts and chats happens here."""
-    ids, masks, row_ids, num_unanswered, num_dropped = [], [], [], 0, 0
+    ids, masks, row_ids, num_unanswered, num_with_tools, num_dropped = [], [], [], 0, 0, 0
     for is_chat, group in itertools.groupby(documents, key=lambda d: d.messages is not None):
         group = list(group)
         if is_chat:
-            answered = [d for d in group if any(m["role"] == "assistant" for m in d.messages)]
-            num_unanswered += len(group) - len(answered)
+            without_tools = [d for d in group if not d.has_tools]
+            num_with_tools += len(group) - len(without_tools)
+            answered = [d for d in without_tools if any(m["role"] == "assistant" for m in d.messages)]
+            num_unanswered += len(without_tools) - len(answered)
             group, made = answered, _chat_windows(answered, tokenizer, max_length)
         else:
             made = _text_windows(group, tokenizer, max_length)
@@ -59,6 +62,7 @@ def tokenise(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, 
         lengths=np.array([len(row) for row in ids], dtype=np.int64),
         row_ids=np.array(row_ids, dtype=np.int64),
         num_unanswered=num_unanswered,
+        num_with_tools=num_with_tools,
         num_dropped=num_dropped,
     )
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tokenizers import processors
 
 from data.masks import render_chat
 from data.rows import Rows, load_rows
-from data.sources import LONG_TEXT
+from data.sources import LONG_TEXT, check_source, estimated_chars
 from data.tokenise import window_bounds
 from models.errors import UserError
 from models.tiny import byte_tokenizer
@@ -174,6 +175,36 @@ def test_chat_rows_are_cut_at_the_length_and_after_the_last_answer(tokenizer, tm
     assert len(rows) == 3 and len(rows.row(2)[0]) == 64 and texts[2].startswith(head + "yyy")
     learned = [tokenizer.decode(rows.row(i)[0][rows.row(i)[1]]) for i in range(2)]
     assert learned == ["short<|im_end|>", "cut off"]
+
+
+def test_chats_with_tools_are_left_out_and_told(tokenizer, tmp_path, capsys):
+    """Templates write calls beside the content, and the tools that there are above it: none of it is learned right."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    user = {"role": "user", "content": "1 + 1?"}
+    lines = [
+        chat_line("q", "plain"),
+        {"messages": [user, {"role": "assistant", "content": None, "tool_calls": [call]}]},
+        {"messages": [user, {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}]},
+        chat_line("q", "2") | {"tools": [{"name": "add"}]},
+        {"messages": [user]},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", lines)
+    assert len(load([{"path": path}], tokenizer, max_length=64)) == 1
+    told = capsys.readouterr().err
+    assert "3 chats with tools left out" in told and "1 chats without an answer left out" in told
+    with pytest.raises(UserError, match="nothing but chats with tools"):
+        load([{"path": write_jsonl(tmp_path / "b.jsonl", lines[1:4])}], tokenizer, max_length=64)
+
+
+def test_a_file_that_cannot_be_opened_is_no_matter_of_the_progress_bar(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl.gz", [chat_line("q", "a")])
+
+    def refuse(self, *_):
+        raise PermissionError(13, "Permission denied")
+
+    source = check_source({"path": path}, "data.sources[0]")
+    monkeypatch.setattr(Path, "open", refuse)
+    assert estimated_chars(source, "data.sources[0]") == Path(path).stat().st_size
 
 
 def test_kinds_mix_in_one_file_in_order(tokenizer, tmp_path):
