@@ -9,11 +9,12 @@ import pytest
 
 import train.regenerate
 from data.masks import render_chat
-from data.prompts import read_prompts
+from data.prompts import ChatPrompt, read_prompts
 from data.rows import load_rows
 from models.errors import UserError
+from models.generation import Answer
 from models.sampling import SamplingParams, generate
-from train.regenerate import PartialFile, regenerate
+from train.regenerate import Chat, PartialFile, regenerate
 
 USER = {"role": "user", "content": "What is rain?"}
 PROMPTS = [
@@ -54,6 +55,25 @@ def test_the_pipeline_takes_the_file_and_supervises_exactly_the_answers(tiny_tar
         reasons = [m.get("finish_reason", row["finish_reason"]) for m in row["messages"] if m["role"] == "assistant"]
         wanted = [a + ("<|im_end|>" if reason == "stop" else "") for a, reason in zip(answers(row), reasons)]
         assert tokenizer.decode(ids[mask]) == "".join(wanted)
+
+
+def test_a_template_that_changes_answers_is_noticed(tiny_target, monkeypatch, tmp_path, capsys):
+    """Templates of reasoning targets drop what stands before </think>: training would read a text that nobody wrote."""
+    ids = tiny_target.tokenizer("Hm.</think>Yes.")["input_ids"]
+    answer = Answer((0, 0), [*ids, tiny_target.eos_token_ids[0]], "stop")
+    prompt = ChatPrompt([USER], {})
+    (plain := Chat(prompt)).add(answer, tiny_target)
+    assert plain.row({}, tiny_target) is not None and not plain.is_other_text
+    template = tiny_target.tokenizer.chat_template
+    changed = template.replace("message['content']", "message['content'].split('</think>')[-1]")
+    changed = changed.replace("message.content", "message.content.split('</think>')[-1]")
+    assert changed != template
+    monkeypatch.setattr(tiny_target.tokenizer, "chat_template", changed)
+    (other := Chat(prompt)).add(answer, tiny_target)
+    assert other.row({}, tiny_target) is not None and other.is_other_text
+    monkeypatch.setattr(train.regenerate, "generate_rows", lambda *_, **__: [answer])
+    regenerate(tiny_target, [prompt], tmp_path / "out.jsonl")
+    assert "warning: 1 of 1 new chats will read otherwise" in capsys.readouterr().out
 
 
 def test_rows_carry_what_made_them(tiny_target, prompts, tmp_path):

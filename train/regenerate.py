@@ -33,6 +33,7 @@ from models.sampling import SamplingParams
 from models.target import Target
 
 Key = tuple[int, int]  # number of the prompt in its file, number of the sample
+OTHER_SHARE = 0.1  # of chats that may read otherwise: a tokenizer does not give every drawn text its own ids again
 
 
 def regenerate(
@@ -99,7 +100,7 @@ def regenerate(
             target.model, waiting, params, batch_size=batch_size, eos_token_ids=target.eos_token_ids,
             vocab_size=target.vocab_size,
         )  # fmt: skip
-        start, num_tokens = time.monotonic(), 0
+        start, num_tokens, num_new, num_other = time.monotonic(), 0, 0, 0
         num_done = len(chats) - len(waiting)
         with ProgressBar("regenerating", len(chats), "rows", done=num_done) as bar:
             for answer in answers:
@@ -110,6 +111,8 @@ def regenerate(
                     waiting.append(chat.request(answer.key, target, max_new_tokens))
                     continue
                 partial.append(answer.key, chat.row(about | {"sample": answer.key[1]}, target))
+                num_new += 1
+                num_other += chat.is_other_text
                 bar.advance(1)
         rows = [partial.rows[key] for key in sorted(partial.rows)]
         seconds = max(time.monotonic() - start, 1e-9)
@@ -125,6 +128,12 @@ def regenerate(
         + (f"; {unusable:,} answers left out, the chat template does not give them back" if unusable else ""),
         flush=True,
     )
+    if num_other > OTHER_SHARE * num_new:
+        print(
+            f"warning: {num_other:,} of {num_new:,} new chats will read otherwise in training than the target wrote "
+            "them: its chat template changes answers (reasoning that regenerate.max_new_tokens cuts off, perhaps)",
+            flush=True,
+        )
     return out
 
 
@@ -137,6 +146,8 @@ class Chat:
     next_ids: list[int] | None = None  # ids of the prompt up to the next answer, once they are known
     answers: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    is_other_text: bool = False  # the row, as training will read it, differs from what the target read and answered
+    told_ids: list[int] = field(default_factory=list)  # what the target read and answered last, token by token
 
     @property
     def is_complete(self) -> bool:
@@ -171,6 +182,7 @@ class Chat:
         text = target.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if answer.finish_reason == "length":
             text = text.rstrip("\ufffd")  # a character whose last bytes were cut off
+        self.told_ids = [*self.prompt_ids(target), *ids]
         self.answers.append(text)
         self.reasons.append(answer.finish_reason)
         self.next_ids = None
@@ -179,9 +191,10 @@ class Chat:
         """The row of the file. None where no loss mask can be made of it, which would stop a training job later."""
         messages, reason = self.messages(with_next=False), self.reasons[-1]
         try:
-            chat_row(messages, target.tokenizer, reason)
+            row_ids, _ = chat_row(messages, target.tokenizer, reason)
         except UserError:
             return None
+        self.is_other_text = row_ids[: len(self.told_ids)].tolist() != self.told_ids
         return self.prompt.extra | {"messages": messages, "finish_reason": reason, "seed": self.seed} | about
 
 
