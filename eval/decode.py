@@ -247,8 +247,10 @@ def decode_pair(
     metrics = all_metrics(trials, differences)
 
     title = f"{pair.draft_name} for {target.name}"
-    # of an earlier call's figures for a set, temperature and method nothing stays beside the new ones
-    measured = tuple(key.removeprefix("fallback_steps") for key in metrics if key.startswith("fallback_steps/"))
+    # of an earlier call's figures for a set, temperature and method nothing stays beside the new ones, and nothing over
+    # all sets that it had
+    measured = {key.removeprefix("fallback_steps") for key in metrics if key.startswith("fallback_steps/")}
+    measured = tuple(measured | {f"/all/{key.split('/', 2)[2]}" for key in measured})
     merge_results(
         folder / "results.json", header, metrics, is_stale=lambda key: key.endswith(measured), overwrite=overwrite
     )

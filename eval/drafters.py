@@ -26,12 +26,12 @@ class Clock:
     """Seconds spent under each name. Waits for the GPU at both ends, so that the time lands where the work is."""
 
     def __init__(self, device: torch.device):
-        self._is_cuda = device.type == "cuda"
+        self._device = device
         self.seconds: dict[str, float] = {}
 
     def now(self) -> float:
-        if self._is_cuda:
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def add(self, name: str, since: float) -> None:

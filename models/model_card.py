@@ -81,11 +81,22 @@ def maker_text(maker: Mapping[str, str]) -> str:
 
 
 def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Those of results.json that a card shows: expected acceptance, tau, speed-up and alpha, over all sets."""
+    """Those of results.json that a card shows: expected acceptance; tau, speed-up and alpha over all sets, or of the
+    only one."""
+    sets: dict[str, set[str]] = {}  # T0/chain_k4 -> sets
+    for key in metrics:
+        if key.startswith("tau/"):
+            _, name, where = key.split("/", 2)
+            sets.setdefault(where, set()).add(name)
+
+    def is_overall(key: str) -> bool:
+        _, name, where = key.split("/", 2)
+        return name == "all" or sets.get(where) == {name}
+
     chosen = {}
     for start in SHOWN:
         for key, m in metrics.items():
-            if key.startswith(start) and "/pos_" not in key and (start == SHOWN[0] or key.split("/")[1] == "all"):
+            if key.startswith(start) and "/pos_" not in key and (start == SHOWN[0] or is_overall(key)):
                 chosen[key] = m
     return chosen
 

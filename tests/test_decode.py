@@ -11,6 +11,7 @@ import torch
 
 import eval.decode
 from eval.decode import check_decode, decode_pair, first_difference, method_name, methods_at, prompt_seed
+from eval.drafters import Clock
 from eval.loop import DecodeResult, Round, speculative_decode
 from eval.measures import Trial, accepted_histogram, decode_metrics, repeated_4gram_share
 from eval.prompts import Prompt, load_prompts, prompt_ids
@@ -20,6 +21,7 @@ from eval.run import Pair
 from eval.text_view import mark_accepted
 from eval.tree import TreeShape
 from models.errors import UserError
+from models.model_card import shown_metrics
 from models.target import Target
 from models.tiny import byte_tokenizer, random_model
 from tests.test_loop import first_blocks
@@ -274,6 +276,33 @@ def test_no_figure_of_an_earlier_call_stays_beside_newer_ones_of_a_method(tiny_t
     assert "speedup/gsm8k/T0/chain_k3" in before and "speedup/gsm8k/T0/static_2x2x1" in kept
     assert results["metrics"].keys() == anew.keys() | kept
     assert [set(merge["keys"]) for merge in results["merges"]] == [kept, set(anew)]
+
+
+def test_figures_over_all_sets_go_when_one_of_the_sets_is_measured_anew(tiny_target, tmp_path):
+    pair = Pair(tiny_target, first_blocks(tiny_target.model, 7), "pair", "seven_blocks", None, None)
+    settings = DECODE | {"sets": ["gsm8k", "mt_bench"], "num_prompts": 1, "temperatures": [0.0], "max_new_tokens": 4}
+    decode_pair(pair, settings | {"methods": ["chain_k2", "chain_k3"]}, output_root=tmp_path)
+    decode_pair(pair, settings | {"sets": ["gsm8k"], "methods": ["chain_k3"]}, output_root=tmp_path)
+    metrics = json.loads((tmp_path / "pair" / "results.json").read_text())["metrics"]
+    assert {key.split("/")[1] for key in metrics if key.startswith("tau/") and key.endswith("chain_k3")} == {
+        "gsm8k", "mt_bench",
+    }  # fmt: skip
+    assert "tau/all/T0/chain_k2" in metrics
+
+
+def test_a_card_shows_the_only_set_where_there_is_no_figure_over_all():
+    of_one = {"tau/mt_bench/T0/chain_k3": {"value": 2.0}, "speedup/mt_bench/T0/chain_k3": {"value": 1.5}}
+    assert shown_metrics(of_one) == of_one
+    of_all = {"tau/all/T0/chain_k3": {"value": 2.1}, "tau/gsm8k/T0/chain_k3": {"value": 2.2}}
+    assert shown_metrics(of_one | of_all) == {"tau/all/T0/chain_k3": {"value": 2.1}}
+
+
+def test_the_clock_waits_for_the_gpu_of_the_model(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    Clock(torch.device("cuda:1")).now()
+    Clock(torch.device("cpu")).now()
+    assert waited == [torch.device("cuda:1")]
 
 
 def test_every_method_is_warmed_up_then_interleaved(tiny_target, monkeypatch):

@@ -21,7 +21,8 @@ from models.import_head import read_head
 from models.medusa import load_medusa
 from models.target import load_target
 from models.tiny import byte_tokenizer, random_model
-from train.serve_check import check_over_fitted, check_run
+from tests.test_medusa import random_heads
+from train.serve_check import check_over_fitted, check_run, check_vllm_drafts
 from train.serving import Counts, Draft, Served
 
 pytestmark = pytest.mark.long  # trains and exports drafts: minutes
@@ -147,6 +148,20 @@ def test_over_fitted_drafts_are_counted_as_by_our_loop(
         patch.setattr("train.distill.fit", lambda *_, **__: pytest.fail("trained again"))
         failures, _ = check_over_fitted(composed(), of_the_target, kinds=("gpt2",))
     assert any("gpt2" in line and "more than one draft apart" in line for line in failures), failures
+
+
+def test_what_vllm_does_not_do_with_medusa_heads_is_told_first() -> None:
+    target = load_target("random:tiny_llama", dtype="fp32", device="cpu", tap_ids="default")
+    heads = random_heads(target)  # three
+    settings = {"methods": ["chain_k3"], "temperatures": [0.0], "draft_sampling": ["greedy", "probabilistic"]}
+    check_vllm_drafts(heads, target, settings, draft_len=3)
+    for change, told in (
+        ({"methods": ["chain_k3", "chain_k5"]}, r"^decode\.methods=chain_k5: 5 levels for a draft of 3 Medusa heads"),
+        ({"methods": ["chain_k2"]}, r"^decode\.methods=\['chain_k2'\]: .* use \[chain_k3\]"),
+        ({"temperatures": [0.0, 1.0]}, r"^decode\.draft_sampling=.*use \[greedy\]"),
+    ):
+        with pytest.raises(UserError, match=told):
+            check_vllm_drafts(heads, target, settings | change, draft_len=3)
 
 
 def test_a_run_is_compared_on_prompts_of_its_own(

@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from eval.decode import check_decode, methods_at, prompt_seed
+from eval.drafters import check_shape
 from eval.entry import entry
 from eval.loop import DecodeResult, speculative_decode
 from eval.measures import Method
@@ -36,7 +37,9 @@ from eval.prompts import Prompt, load_prompts, prompts_fingerprint, read_prompt_
 from eval.report import print_table
 from eval.results import Metric, make_header, merge_results, write_atomic
 from eval.run import Pair, draft_fingerprint, load_for, load_pair, needs_draft
+from eval.tree import TreeShape
 from models.errors import UserError
+from models.medusa import MedusaHeads
 from models.servable import kind_of
 from models.target import Target
 from train.export import export_run
@@ -222,11 +225,13 @@ def check_run(cfg: DictConfig, overrides: Sequence[str]) -> tuple[list[str], dic
     needs_draft(cfg, overrides, "the serving check")
     pair = load_pair(cfg, overrides)
     target, draft = pair.target, pair.draft
+    check_vllm_drafts(draft, target, decode, draft_len=cfg.export.draft_len)
     prompts = prompts_of(cfg, target)
     out = Path(cfg.output_root).resolve() / pair.name
     exported = out / "served" / "export"
-    of_the_target = [o for o in overrides if o.lstrip("+").split("=")[0].split(".")[0] in ("target", "dtype", "device")]
-    folder = Path(cfg.draft.id) if pair.run is None else export_for_vllm(pair.run.folder, exported, of_the_target)
+    groups = ("target", "dtype", "device", "export")
+    of_the_export = [o for o in overrides if o.lstrip("+").split("=")[0].split(".")[0] in groups]
+    folder = Path(cfg.draft.id) if pair.run is None else export_for_vllm(pair.run.folder, exported, of_the_export)
     model = target_folder(target, out / "served" / "target")
     engine = engine_options(target, prompts, decode["max_new_tokens"], model=model, logs=out / "served")
     failures, notes, rows, metrics, counts = [], [], [], {}, {}
@@ -306,6 +311,21 @@ def check_settings(decode: Mapping[str, Any]) -> None:
     for name in decode["methods"]:
         if not name.startswith("chain_"):
             raise UserError(f"decode.methods={list(decode['methods'])}: vLLM drafts chains; leave {name} out")
+
+
+def check_vllm_drafts(draft: nn.Module, target: Target, decode: Mapping[str, Any], *, draft_len: int) -> None:
+    """Raises UserError for methods that the draft has not, and for what vLLM does not do with Medusa heads: each head
+    of the export drafts one token, its best."""
+    for name in decode["methods"]:
+        check_shape(draft, shape := TreeShape.parse(name), vocab_size=target.vocab_size)
+        if isinstance(draft, MedusaHeads) and shape.depth != draft_len:
+            raise UserError(
+                f"decode.methods={list(decode['methods'])}: vLLM drafts one token a Medusa head, and the export has "
+                f"{draft_len} of them; use [chain_k{draft_len}]"
+            )
+    sampling = list(decode["draft_sampling"])
+    if isinstance(draft, MedusaHeads) and any(decode["temperatures"]) and sampling != ["greedy"]:
+        raise UserError(f"decode.draft_sampling={sampling}: vLLM takes the best token of a Medusa head; use [greedy]")
 
 
 def write_run_results(

@@ -51,13 +51,14 @@ class Answer:
 
 def own_answers(target: Target, folder: Path, *, overwrite: bool = False) -> list[Answer]:
     """Greedy answers to train on, those with the widest `gap` first; kept in answers.json and, as chats, chats.jsonl.
-    Answers kept under other settings are decoded anew.
+    Answers kept under other settings, or of another target, are decoded anew.
 
     An answer whose text does not give back its ids is left out. Raises UserError where too few are left.
     """
     candidates = load_prompts(SETS, target.tokenizer, num_prompts=NUM_CANDIDATES)
     path = folder / "answers.json"
     settings = {"candidates": NUM_CANDIDATES, "answers": NUM_ANSWERS, "max_new_tokens": MAX_NEW_TOKENS}
+    settings |= {"target": target.fingerprint()}
     if path.is_file() and not overwrite:
         found = json.loads(path.read_text())
         if isinstance(found, dict) and found["settings"] == settings:
