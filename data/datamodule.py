@@ -63,10 +63,10 @@ class PackedRows(Dataset):
         for mask, offsets in parts:
             supervised = torch.from_numpy(mask.astype(bool))  # (N,)
             starts = torch.from_numpy(np.array(offsets, dtype=np.int64))  # (R+1,)
-            slots = steps_of_slots(supervised, starts, steps)  # (N,)
-            is_counted = slots[:, None] > torch.arange(steps)  # (N, S)
-            sums = torch.cat((torch.zeros(1, steps, dtype=torch.int64), is_counted.cumsum(0)))  # (N + 1, S)
-            counts.append(sums[starts].diff(dim=0).numpy())
+            slots = steps_of_slots(supervised, starts, steps).numpy()  # (N,)
+            # one step after another: rows in memory may be 100M tokens
+            by_step = [np.add.reduceat(slots > step, starts[:-1].numpy(), dtype=np.int64) for step in range(steps)]
+            counts.append(np.stack(by_step, axis=1))
         return np.concatenate(counts)
 
     def __getitem__(self, item: Item) -> Batch:
@@ -221,7 +221,8 @@ class PackedDataModule(LightningDataModule):
     train, val: folder of a cache, or Rows (then without signal columns: online training). val may be None.
     num_epochs, max_steps: the shorter one ends training; max_steps counts optimiser steps of `accumulate` batches on
         each rank. The last window and the last step are filled up with batches that do not count (empty pred_mask), so
-        every row of the epochs is used once and no gradient is scaled by a short window.
+        every row of the epochs is used once and no gradient is scaled by a short window. A finished run that is made
+        longer goes on behind them: the few rows that filled its last window are not seen in that epoch.
     simulated_steps: S of an EAGLE head; training batches then say how many slots count at each step in their window.
     Lightning sees one epoch (Trainer(max_epochs=1)) of `num_batches` batches.
     """

@@ -286,14 +286,14 @@ def capture_features(target: Target | nn.Module, kind: str | None) -> Iterator[C
         if not isinstance(target, Target):
             raise UserError("target: an EAGLE-3 head reads its taps; give the Target that it was made for")
         with target.capture() as captured:
-            yield lambda rows: torch.stack([captured[i][0, rows] for i in target.tap_ids], dim=1)
+            yield lambda rows: torch.stack([captured[i].to(target.device)[0, rows] for i in target.tap_ids], dim=1)
     else:
         assert kind == "final_hidden", kind
         last: dict[str, Tensor] = {}
         base_model = (target.model if isinstance(target, Target) else target).base_model
         handle = base_model.register_forward_hook(lambda module, args, output: last.update(state=output[0]))
         try:
-            yield lambda rows: last["state"][0, rows]
+            yield lambda rows: last["state"].to(target.device)[0, rows]
         finally:
             handle.remove()
 

@@ -497,6 +497,8 @@ def eagle_config(
         )
     head_dim = getattr(c, "head_dim", None) or size // num_heads
     rope = getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+    if "rope_theta" not in rope:  # by kind of layer (Gemma 3): the head attends in full
+        rope = rope.get("full_attention") or next(iter(rope.values()))
     return EagleConfig(
         version=version,
         hidden_size=size,
@@ -508,6 +510,7 @@ def eagle_config(
         draft_vocab_size=width,
         max_position_embeddings=min(target.max_positions, 1 << 20),
         rms_norm_eps=getattr(c, "rms_norm_eps", None) or 1e-5,
-        rope_parameters=dict(rope),
+        # the head rotates all of its channels, whatever share the target does
+        rope_parameters={key: value for key, value in rope.items() if key != "partial_rotary_factor"},
         tap_ids=target.tap_ids or () if version == 3 else (),
     )

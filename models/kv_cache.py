@@ -54,8 +54,9 @@ class RollbackLayer(DynamicLayer):
         start, self.length = self.length, self.length + key_states.shape[-2]
         assert self.length <= self.capacity, f"{self.length} tokens in a cache of {self.capacity}"
         if self.static:
-            self.keys.index_copy_(2, self.slots, key_states)
-            self.values.index_copy_(2, self.slots, value_states)
+            slots = self.slots.to(self.keys.device)
+            self.keys.index_copy_(2, slots, key_states)
+            self.values.index_copy_(2, slots, value_states)
             return self.keys, self.values
         self.keys[:, :, start : self.length] = key_states
         self.values[:, :, start : self.length] = value_states
@@ -120,8 +121,9 @@ class RollbackCache(Cache):
         """Keep the first `start` tokens, then those at `slots`, in this order (an accepted path of a tree). In place:
         static buffers stay where they are."""
         for layer in self.layers:
-            layer.keys[:, :, start : start + len(slots)] = layer.keys[:, :, slots]
-            layer.values[:, :, start : start + len(slots)] = layer.values[:, :, slots]
+            own = slots.to(layer.keys.device)
+            layer.keys[:, :, start : start + len(slots)] = layer.keys[:, :, own]
+            layer.values[:, :, start : start + len(slots)] = layer.values[:, :, own]
             layer.length = start + len(slots)
 
     def join(self, parts: Sequence[tuple["RollbackCache", Tensor]], length: int) -> None:

@@ -101,8 +101,11 @@ class Target(nn.Module):
             output = self.model.base_model(
                 input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
             )
-        taps = torch.stack([captured[i] for i in self.tap_ids], dim=2) if self.tap_ids else None  # (B, T, L, D)
-        return TargetStates(output.last_hidden_state, taps)
+        device = self.device  # blocks of a target that is spread over several GPUs leave theirs on their own
+        taps = (
+            torch.stack([captured[i].to(device) for i in self.tap_ids], dim=2) if self.tap_ids else None
+        )  # (B, T, L, D)
+        return TargetStates(output.last_hidden_state.to(device), taps)
 
     @contextmanager
     def capture(self) -> Iterator[dict[int, Tensor]]:
@@ -124,7 +127,8 @@ class Target(nn.Module):
 
     def logits(self, final_hidden: Tensor) -> Tensor:  # (..., D) -> (..., vocab_size)
         """The model's own head on post-norm states, cut to the real ids."""
-        logits = self.model.get_output_embeddings()(final_hidden)
+        head = self.model.get_output_embeddings()
+        logits = head(final_hidden.to(head.weight.device)).to(final_hidden.device)
         return self._scaled(logits[..., : self.vocab_size])
 
     @property
@@ -144,9 +148,10 @@ class Target(nn.Module):
 
     def head_rows(self, ids: Tensor) -> Callable[[Tensor], Tensor]:  # (Vd,) -> ((..., D) -> (..., Vd))
         """The head on some ids only: the same logits as `logits(...)[..., ids]` for a part of its cost."""
-        head, ids = self.model.get_output_embeddings(), ids.to(self.device)
-        weight = head.weight[ids]  # (Vd, D)
-        bias = None if head.bias is None else head.bias[ids]
+        head = self.model.get_output_embeddings()
+        ids = ids.to(head.weight.device)
+        weight = head.weight[ids].to(self.device)  # (Vd, D)
+        bias = None if head.bias is None else head.bias[ids].to(self.device)
         return lambda final_hidden: self._scaled(nn.functional.linear(final_hidden, weight, bias))
 
     @torch.no_grad()
@@ -157,7 +162,7 @@ class Target(nn.Module):
         input_ids = torch.tensor([[1, 2, 0]], device=self.device)
         ours = self.logits(self.states(input_ids).final_hidden).float()
         theirs = self.model(input_ids=input_ids, use_cache=False).logits[..., : self.vocab_size].float()
-        error = (ours - theirs).abs().max().item()
+        error = (ours - theirs.to(ours.device)).abs().max().item()
         if not error <= 1e-2 * max(1.0, theirs.abs().max().item()):
             kind = type(self.model).__name__
             raise UserError(
@@ -198,7 +203,7 @@ def load_target(
     tap_ids: ids of tapped blocks, `default` for [2, L//2, L-3], or None.
     Raises UserError naming the key, the value and the fix.
     """
-    torch_device = resolve_device(device)
+    torch_device = own_gpu(resolve_device(device))
     torch_dtype = resolve_dtype(dtype, torch_device)
     if source.startswith("random:"):
         model = random_model(source.removeprefix("random:"), dtype=torch_dtype).to(torch_device)
@@ -257,9 +262,21 @@ def resolve_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device={name}: no CUDA device on this machine; use device=cpu or device=auto")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"device={name}: not a torch device; use auto, cpu or cuda") from error
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise UserError(f"device={name}: this machine has {count} GPUs; use cuda:0 to cuda:{count - 1}")
+    return device
+
+
+def own_gpu(device: torch.device) -> torch.device:
+    """Of several processes that train side by side (LOCAL_RANK, by Lightning or torchrun) each has its own GPU, so that
+    not all of them load their target onto the first."""
+    rank = os.environ.get("LOCAL_RANK")
+    if device.type == "cuda" and device.index is None and rank is not None:
+        return torch.device("cuda", int(rank))
+    return device
 
 
 def has_fast_bf16(device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import train.cache
+import train.distill
 from data.datamodule import Item, PackedDataModule, PackedRows
 from data.rows import Rows
 from data.signals import SignalSpec
@@ -30,7 +34,7 @@ from train.distill import distill
 from train.losses import LOSSES, LossSpec
 from train.module import Distiller, OptimSpec, make_optimizer
 from train.run_folder import RunFolder, differences
-from train.trainer import TrainerSpec
+from train.trainer import TrainerSpec, fast_fp32
 
 TINY = [
     "+experiment=smoke",
@@ -279,9 +283,9 @@ def test_online_training_equals_cached(tmp_path: Path, cache_root: Path) -> None
 def test_two_processes_equal_one(tmp_path: Path, cache_root: Path, one_thread: None) -> None:
     """Two gloo ranks of one batch a step see the batches of one process that accumulates two."""
     one = run(tmp_path, cache_root, "trainer.max_steps=6", name="one")
-    process = start(
-        tmp_path, cache_root, "trainer.max_steps=6", "trainer.accumulate=1", "trainer.devices=2", name="two"
-    )
+    (empty := tmp_path / "cache").mkdir()  # the two make the cache as well
+    shutil.copy(cache_root / "texts.jsonl", empty)
+    process = start(tmp_path, empty, "trainer.max_steps=6", "trainer.accumulate=1", "trainer.devices=2", name="two")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert out.count("saved to") == 1
@@ -464,6 +468,57 @@ def test_schedule_and_weight_decay() -> None:
 def test_mistakes_name_key_value_and_fix(make, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()
+
+
+def test_a_shorter_run_than_the_one_that_is_there_is_refused(tmp_path: Path, cache_root: Path) -> None:
+    folder = run(tmp_path, cache_root, "trainer.max_steps=4")
+    before = (folder / "run.json").read_bytes(), (folder / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match=r"^trainer\.max_steps=2, .* end the run after 2 steps, and .* has 4 behind it"):
+        run(tmp_path, cache_root, "trainer.max_steps=2")
+    assert before == ((folder / "run.json").read_bytes(), (folder / "model.safetensors").read_bytes())
+
+
+def test_settings_of_other_commands_do_not_make_another_run(tmp_path: Path, cache_root: Path) -> None:
+    """Neither given anew, nor missing in a run that an earlier version wrote."""
+    folder = run(tmp_path, cache_root, "trainer.max_steps=2")
+    config = OmegaConf.load(folder / "resolved_config.yaml")
+    for group in ("regenerate", "export", "tune", "compare", "failure"):
+        del config[group]
+    OmegaConf.save(config, folder / "resolved_config.yaml")
+    begun = (folder / "run.json").stat().st_mtime_ns
+    assert run(tmp_path, cache_root, "trainer.max_steps=2", "export.draft_len=2") == folder
+    assert (folder / "run.json").stat().st_mtime_ns == begun  # finished before: nothing was done
+
+
+def test_training_is_told_the_configured_device(tmp_path: Path, cache_root: Path, monkeypatch) -> None:
+    """Not the target's own: that is always one GPU of those that `cuda` stands for, and one process would train."""
+    asked = []
+
+    def num_devices(self: TrainerSpec, device: torch.device) -> int:
+        asked.append(device)
+        return 1
+
+    def make(self: TrainerSpec, *, device: torch.device, **more) -> lightning.Trainer:
+        asked.append(device)
+        return make_as_before(self, device=device, **more)
+
+    make_as_before = TrainerSpec.make
+    for module in (train.distill, train.cache):
+        monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cpu", 0))
+    monkeypatch.setattr(TrainerSpec, "num_devices", num_devices)
+    monkeypatch.setattr(TrainerSpec, "make", make)
+    run(tmp_path, cache_root, "trainer.max_steps=1")
+    assert len(asked) >= 4 and set(asked) == {torch.device("cpu", 0)} != {torch.device("cpu")}
+
+
+def test_fast_products_are_for_training_alone() -> None:
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(RuntimeError), fast_fp32(torch.device("cuda")):
+        assert torch.get_float32_matmul_precision() == "high"
+        raise RuntimeError
+    assert torch.get_float32_matmul_precision() == before
+    with fast_fp32(torch.device("cpu")):
+        assert torch.get_float32_matmul_precision() == before
 
 
 def test_a_target_over_all_gpus_has_one_process_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,32 @@ def test_mistakes_name_the_key(target: Target, options: dict, message: str) -> N
         build_eagle(target=target, **options)
 
 
+def test_rotations_by_kind_of_layer_give_those_of_full_attention(target: Target, monkeypatch, tmp_path: Path) -> None:
+    rope = {
+        kind: {"rope_type": "default", "rope_theta": theta}
+        for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
+    }
+    monkeypatch.setattr(target.model.config, "rope_parameters", rope)
+    head = build_eagle(target=target, draft_vocab_size=10)
+    head.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["rope_theta"] == 1e6
+    assert head.config.rope_parameters == rope["full_attention"]
+
+
+def test_a_target_that_rotates_a_share_of_its_channels_does_not_tell_the_head_to(target: Target, monkeypatch) -> None:
+    """vLLM would rotate that share of the head, which was trained with all of them."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    monkeypatch.setattr(target.model.config, "rope_parameters", rope)
+    assert "partial_rotary_factor" not in build_eagle(target=target, draft_vocab_size=10).config.rope_parameters
+
+
+def test_eagle_1_refuses_a_head_with_a_bias() -> None:
+    biased = load_target("random:tiny_llama", dtype="fp32", device="cpu")
+    biased.model.get_output_embeddings().bias = nn.Parameter(torch.zeros(biased.vocab_size))
+    with pytest.raises(UserError, match="has a bias"):
+        distiller(biased, build_eagle(target=biased, kind="eagle1", draft_vocab_size=None))
+
+
 def test_taps_are_needed() -> None:
     plain = load_target("random:tiny_llama", dtype="fp32", device="cpu")
     with pytest.raises(UserError, match=r"target\.tap_ids=null"):

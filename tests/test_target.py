@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from models.errors import UserError
-from models.target import Target, check_tap_ids, load_target, resolve_device, resolve_dtype
+from models.target import Target, check_tap_ids, load_target, own_gpu, resolve_device, resolve_dtype
 from models.tiny import byte_tokenizer, random_model, shape_config
 
 
@@ -195,10 +195,23 @@ def test_what_cannot_be_loaded_is_told_in_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine with a GPU has")
-def test_a_missing_gpu_is_named():
+def test_a_missing_gpu_is_named(monkeypatch):
     with pytest.raises(UserError, match="no CUDA device"):
         resolve_device("cuda")
     assert resolve_device("auto").type == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("auto") == torch.device("cuda") and resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(UserError, match=r"device=cuda:2: this machine has 2 GPUs; use cuda:0 to cuda:1"):
+        resolve_device("cuda:2")
+
+
+def test_each_process_loads_its_target_onto_its_own_gpu(monkeypatch):
+    cpu, gpu, second = map(torch.device, ("cpu", "cuda", "cuda:1"))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert own_gpu(gpu) == gpu
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert own_gpu(gpu) == torch.device("cuda:3") and own_gpu(second) == second and own_gpu(cpu) == cpu
 
 
 def test_dtypes_are_resolved():

@@ -31,7 +31,7 @@ from data.rows import Rows, load_rows
 from data.signals import SignalSpec, length_groups, split_specs, target_columns
 from eval.entry import entry
 from models.errors import UserError
-from models.target import Target
+from models.target import Target, resolve_device
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def caches(
             shard_tokens=cfg.cache.shard_tokens,
             batch_tokens=cfg.cache.batch_tokens,
             plan=cfg.plan,
-            devices=trainer.devices,
+            devices=trainer.num_devices(resolve_device(cfg.device)),
             num_nodes=trainer.num_nodes,
             strategy=trainer.strategy,
             on_stats=(lambda stats: metrics.update(stats.metrics())) if split == "train" else None,

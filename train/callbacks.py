@@ -193,7 +193,8 @@ class Stopped(SystemExit):
 class StateCheckpoint(StepCallback):
     """`state/last.ckpt`: what a continuation needs, every `every_minutes` or `every_steps`, at the end, and on SIGTERM.
 
-    Saved only between optimiser steps, where no gradient is pending: a continuation equals an uninterrupted run.
+    Saved only between optimiser steps, where no gradient is pending: a continuation equals an uninterrupted run (of
+    several processes with dropout all but the first go on with other masks: one generator's state is kept).
     Written beside, synced and renamed: a kill or a second signal leaves the former file or the new one, never a half.
     SIGTERM and Ctrl-C set a flag; the step under way is finished, saved, and the process exits with 143 (130).
     """

@@ -46,7 +46,7 @@ from train.losses import LossSpec
 from train.medusa_module import MedusaDistiller
 from train.module import Distiller, OptimSpec
 from train.run_folder import RunFolder, Start, read_checkpoint
-from train.trainer import TrainerSpec
+from train.trainer import TrainerSpec, fast_fp32
 
 
 def distill(cfg: DictConfig) -> Path:
@@ -86,6 +86,25 @@ def distill(cfg: DictConfig) -> Path:
     sources, cache_metrics = caches(cfg, target, spec, rows)
     if cfg.plan:
         return folder.path
+    data = PackedDataModule(
+        sources["train"],
+        sources["held_out"],
+        batch_tokens=trainer.batch_tokens,
+        seed=cfg.seed,
+        num_epochs=trainer.max_epochs,
+        max_steps=trainer.max_steps,
+        accumulate=trainer.accumulate,
+        num_workers=trainer.num_workers,
+        pin_memory=device.type == "cuda",
+        simulated_steps=simulated_depth(cfg).get("steps") or 0,
+    )
+    total_steps = data.num_steps(num_processes)
+    if start.step is not None and start.step > total_steps:
+        raise UserError(
+            f"trainer.max_steps={trainer.max_steps}, trainer.max_epochs={trainer.max_epochs}: end the run after "
+            f"{total_steps} steps, and {start.checkpoint} has {start.step} behind it; raise them, or choose another "
+            "run=NAME"
+        )
     if isinstance(draft, EagleHead) and draft.config.version == 3:
         draft.set_tap_scale(some_taps(target, sources["train"], spec), keep_function=cfg.draft.init != "scratch")
     folder.begin(config, overwrite=cfg.overwrite)
@@ -103,7 +122,9 @@ def distill(cfg: DictConfig) -> Path:
         info, is_first_rank = fit(
             draft,
             target,
-            sources,
+            data,
+            total_steps=total_steps,
+            device=device,
             folder=folder,
             start=start,
             loss=loss,
@@ -111,7 +132,6 @@ def distill(cfg: DictConfig) -> Path:
             spec=spec,
             trainer=trainer,
             loggers=loggers,
-            seed=cfg.seed,
             extra=cache_metrics | vocab_metrics,
             simulation=simulated_depth(cfg),
         )
@@ -142,8 +162,10 @@ def distill(cfg: DictConfig) -> Path:
 def fit(
     draft: PreTrainedModel | EagleHead | MedusaHeads,
     target: Target,
-    sources: dict[str, Rows | Path],
+    data: PackedDataModule,
     *,
+    total_steps: int,
+    device: torch.device,
     folder: RunFolder,
     start: Start,
     loss: LossSpec,
@@ -151,26 +173,14 @@ def fit(
     spec: SignalSpec,
     trainer: TrainerSpec,
     loggers: list,
-    seed: int,
     extra: dict[str, float],
     simulation: dict[str, Any],
 ) -> tuple[dict[str, Any], bool]:
-    """Train `draft` in place (with ema_decay: to its average). Returns the figures, and whether this is rank 0."""
+    """Train `draft` in place (with ema_decay: to its average). Returns the figures, and whether this is rank 0.
+
+    device: what the config says, `cuda` without a number for all GPUs (the target's own is always one of them).
+    """
     began = time.monotonic()
-    device = target.device
-    data = PackedDataModule(
-        sources["train"],
-        sources["held_out"],
-        batch_tokens=trainer.batch_tokens,
-        seed=seed,
-        num_epochs=trainer.max_epochs,
-        max_steps=trainer.max_steps,
-        accumulate=trainer.accumulate,
-        num_workers=trainer.num_workers,
-        pin_memory=device.type == "cuda",
-        simulated_steps=simulation.get("steps") or 0,
-    )
-    total_steps = data.num_steps(trainer.num_devices(device) * trainer.num_nodes)
     wiring = {
         "vocab_size": target.vocab_size,
         "loss": loss,
@@ -202,7 +212,7 @@ def fit(
         *snapshots,
         state,
     ]  # the state last: it holds what the others did
-    if start.step is not None and start.step >= total_steps:  # ended before its draft was saved
+    if start.step == total_steps:  # ended before its draft was saved
         restored = read_checkpoint(start.checkpoint)
         module.load_state_dict(restored["state_dict"])
         for callback in (metrics, *([average] if average else [])):
@@ -212,7 +222,8 @@ def fit(
         if start.step is not None:
             say(f"run {folder.name}: continues at step {start.step} of {total_steps}")
         engine = trainer.make(device=device, total_steps=total_steps, callbacks=callbacks, loggers=loggers)
-        engine.fit(module, datamodule=data, ckpt_path=start.checkpoint, weights_only=True)
+        with fast_fp32(device):
+            engine.fit(module, datamodule=data, ckpt_path=start.checkpoint, weights_only=True)
         is_first_rank = engine.is_global_zero
     draft.to(target.device)
     if average is not None:

@@ -201,6 +201,8 @@ class Eagle1Distiller(Distiller):
             raise UserError(
                 f"draft=eagle1: {target.name} scales or caps its logits, which this loss cannot; use eagle3"
             )
+        if target.model.get_output_embeddings().bias is not None:
+            raise UserError(f"draft=eagle1: the head of {target.name} has a bias, which this loss cannot; use eagle3")
         super().__init__(draft, signal=signal, target=target, **wiring)
 
     def distill(self, batch: Batch, spec: SignalSpec) -> DistillLoss:

@@ -27,8 +27,8 @@ from models.errors import UserError
 
 # Keys that do not change what is learned: a continuation may set them anew.
 FREE = re.compile(
-    r"^(run|resume|overwrite|plan|device|output_root|cache_root|checkpoint_root"
-    r"|(logger|decode|alpha)\..*"
+    r"^(run|resume|overwrite|plan|device|output_root|cache_root|checkpoint_root|prompts|out|to|folder"
+    r"|(logger|decode|alpha|regenerate|export|tune|compare|failure)\..*"
     r"|target\.(device|device_map|converted_root|name)"
     r"|cache\.(shard_tokens|batch_tokens|name)"
     r"|trainer\.(num_workers|strategy|val_every_steps|log_every_steps|checkpoint_every_\w+|snapshot_every_steps))$"

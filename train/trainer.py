@@ -2,7 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,18 @@ from models.errors import UserError
 from models.target import has_fast_bf16
 
 PRECISIONS = {"bf16": "bf16-mixed", "fp32": "32-true"}
+
+
+@contextmanager
+def fast_fp32(device: torch.device) -> Iterator[None]:
+    """On a GPU TF32 for what stays in fp32, while training: what is evaluated afterwards is exact again."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)
@@ -96,8 +109,6 @@ class TrainerSpec:
     ) -> Trainer:
         """The Trainer. Its one epoch is the data module's whole stream; clipping and token means are the module's."""
         quiet_lightning()
-        if device.type == "cuda":
-            torch.set_float32_matmul_precision("high")  # TF32 for what stays in fp32
         devices = self.num_devices(device)
         chosen = device.type == "cuda" and device.index is not None and devices == 1
         every = self.val_every_steps or max(1, -(-total_steps // 10))
