@@ -27,7 +27,7 @@ from models.errors import UserError
 
 # Keys that do not change what is learned: a continuation may set them anew.
 FREE = re.compile(
-    r"^(run|resume|overwrite|plan|device|output_root|cache_root|checkpoint_root|prompts|out|to|folder"
+    r"^(run|resume|overwrite|plan|device|output_root|cache_root|checkpoint_root|prompts|out|to"
     r"|(logger|decode|alpha|regenerate|export|tune|compare|failure)\..*"
     r"|target\.(device|device_map|converted_root|name)"
     r"|cache\.(shard_tokens|batch_tokens|name)"
