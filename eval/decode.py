@@ -250,9 +250,9 @@ def decode_pair(
     # of an earlier call's figures for a set, temperature and method nothing stays beside the new ones, and nothing over
     # all sets that it had
     measured = {key.removeprefix("fallback_steps") for key in metrics if key.startswith("fallback_steps/")}
-    measured = tuple(measured | {f"/all/{key.split('/', 2)[2]}" for key in measured})
+    stale = tuple(measured | {f"/all/{key.split('/', 2)[2]}" for key in measured})  # /set/T0/chain_k4
     merge_results(
-        folder / "results.json", header, metrics, is_stale=lambda key: key.endswith(measured), overwrite=overwrite
+        folder / "results.json", header, metrics, is_stale=lambda key: key.endswith(stale), overwrite=overwrite
     )
     write_atomic(folder / "decode.json", json.dumps(_counts(decode, trials, differences), indent=1) + "\n")
     view = text_view(target.tokenizer, prompts, trials)

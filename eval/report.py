@@ -70,7 +70,7 @@ def decoded(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def overall(metrics: Mapping[str, Metric]) -> dict[str, dict[str, str]]:
-    """temperature -> method -> set of its overall figures: `all`, or the only set."""
+    """temperature -> method -> set of its overall figures: `all`, or without it the first set."""
     found: dict[str, dict[str, str]] = {}
     for temperature, name, method in decoded(metrics):  # `all` comes first
         found.setdefault(temperature, {}).setdefault(method, name)

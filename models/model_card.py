@@ -19,7 +19,6 @@ KNOWN_TARGETS = {
     "meta-llama/Llama-3.3-70B-Instruct": ("meta-llama/Llama-3.3-70B-Instruct", "llama3.3"),
 }
 TAG = "draftsmith"  # by which an export is known again
-SHOWN = ("alpha_expected/held_out/T", "tau/", "speedup/", "alpha/")  # metrics of a card, over all sets
 
 
 @dataclass(frozen=True)
@@ -78,27 +77,6 @@ def maker_text(maker: Mapping[str, str]) -> str:
     told = ", ".join(part for part in (where, commit) if part)
     command = f"`{maker['command']}`" if "command" in maker else ""
     return f"{command} ({told})" if command and told else command or told
-
-
-def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Those of results.json that a card shows: expected acceptance; tau, speed-up and alpha over all sets, or of the
-    only one."""
-    sets: dict[str, set[str]] = {}  # T0/chain_k4 -> sets
-    for key in metrics:
-        if key.startswith("tau/"):
-            _, name, where = key.split("/", 2)
-            sets.setdefault(where, set()).add(name)
-
-    def is_overall(key: str) -> bool:
-        _, name, where = key.split("/", 2)
-        return name == "all" or sets.get(where) == {name}
-
-    chosen = {}
-    for start in SHOWN:
-        for key, m in metrics.items():
-            if key.startswith(start) and "/pos_" not in key and (start == SHOWN[0] or is_overall(key)):
-                chosen[key] = m
-    return chosen
 
 
 def figure(metric: Mapping[str, Any]) -> str:

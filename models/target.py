@@ -102,10 +102,8 @@ class Target(nn.Module):
                 input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
             )
         device = self.device  # blocks of a target that is spread over several GPUs leave theirs on their own
-        taps = (
-            torch.stack([captured[i].to(device) for i in self.tap_ids], dim=2) if self.tap_ids else None
-        )  # (B, T, L, D)
-        return TargetStates(output.last_hidden_state.to(device), taps)
+        taps = [captured[i].to(device) for i in self.tap_ids or ()]  # L of (B, T, D)
+        return TargetStates(output.last_hidden_state.to(device), torch.stack(taps, dim=2) if taps else None)
 
     @contextmanager
     def capture(self) -> Iterator[dict[int, Tensor]]:

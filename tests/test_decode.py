@@ -21,7 +21,6 @@ from eval.run import Pair
 from eval.text_view import mark_accepted
 from eval.tree import TreeShape
 from models.errors import UserError
-from models.model_card import shown_metrics
 from models.target import Target
 from models.tiny import byte_tokenizer, random_model
 from tests.test_loop import first_blocks
@@ -288,13 +287,6 @@ def test_figures_over_all_sets_go_when_one_of_the_sets_is_measured_anew(tiny_tar
         "gsm8k", "mt_bench",
     }  # fmt: skip
     assert "tau/all/T0/chain_k2" in metrics
-
-
-def test_a_card_shows_the_only_set_where_there_is_no_figure_over_all():
-    of_one = {"tau/mt_bench/T0/chain_k3": {"value": 2.0}, "speedup/mt_bench/T0/chain_k3": {"value": 1.5}}
-    assert shown_metrics(of_one) == of_one
-    of_all = {"tau/all/T0/chain_k3": {"value": 2.1}, "tau/gsm8k/T0/chain_k3": {"value": 2.2}}
-    assert shown_metrics(of_one | of_all) == {"tau/all/T0/chain_k3": {"value": 2.1}}
 
 
 def test_the_clock_waits_for_the_gpu_of_the_model(monkeypatch):

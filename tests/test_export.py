@@ -28,7 +28,7 @@ from models.model_card import target_licence
 from models.reload import make_probe, probe_logits, read_folder
 from models.serve_command import trtllm_yaml
 from models.target import Target, load_target
-from train.export_card import weight_notes
+from train.export_card import shown_metrics, weight_notes
 
 TAPS, BLOCK = (2, 4, 5), "midlayer."
 HEAD_SHAPES = {
@@ -567,3 +567,10 @@ def test_the_speculators_library_loads_the_folder(target, tmp_path):
     assert result.returncode == 0, result.stderr
     ours = head.logits(head(ids, head.project(taps), torch.arange(20)[None]))
     torch.testing.assert_close(load_file(file)["logits"], ours, rtol=1e-4, atol=1e-4)
+
+
+def test_a_card_shows_the_only_set_where_there_is_no_figure_over_all():
+    of_one = {"tau/mt_bench/T0/chain_k3": {"value": 2.0}, "speedup/mt_bench/T0/chain_k3": {"value": 1.5}}
+    assert shown_metrics(of_one) == of_one
+    of_all = {"tau/all/T0/chain_k3": {"value": 2.1}, "tau/gsm8k/T0/chain_k3": {"value": 2.2}}
+    assert shown_metrics(of_one | of_all) == {"tau/all/T0/chain_k3": {"value": 2.1}}

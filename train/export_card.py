@@ -1,5 +1,6 @@
 """What a model card says of a run: its shape, its figures with intervals, its data, and how it is served."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,18 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
+from eval.report import overall
 from eval.results import MADE_BY, makers, read_results
 from eval.run import Run, cast_weights, draft_fingerprint, read_draft
 from models.drafts import max_positions
 from models.eagle import EagleHead
 from models.medusa import MedusaHeads
-from models.model_card import KNOWN_TARGETS, Card, shown_metrics, target_licence
+from models.model_card import KNOWN_TARGETS, Card, target_licence
 from models.servable import DRAFT_MODEL, EAGLE3, MEDUSA, kind_of
 from models.serve_command import serve_command
 from models.target import Target
+
+SHOWN = ("alpha_expected/held_out/T", "tau/", "speedup/", "alpha/")  # metrics of a card
 
 
 def make_card(
@@ -154,3 +158,18 @@ def made_by(run: Run) -> dict[str, Any]:
 
 def dtype_name(draft: EagleHead | MedusaHeads | PreTrainedModel) -> str:
     return str(draft.dtype).removeprefix("torch.")
+
+
+def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Those of results.json that a card shows: expected acceptance; tau, speed-up and alpha as a report begins."""
+    sets, chosen = overall(metrics), {}
+    for start in SHOWN:
+        for key, m in metrics.items():
+            if not key.startswith(start) or "/pos_" in key:
+                continue
+            if start != SHOWN[0]:
+                _, name, temperature, method = key.split("/")
+                if sets.get(temperature, {}).get(method) != name:
+                    continue
+            chosen[key] = m
+    return chosen
