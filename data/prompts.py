@@ -48,6 +48,8 @@ def _to_prompt(row: Any, origin: str, turns: str) -> ChatPrompt:
     key = next((k for k in ("messages", "prompt", "text") if isinstance(row, Mapping) and row.get(k) is not None), None)
     if key is None:
         raise UserError(f'{origin}: expected an object with "messages", "prompt" or "text"')
+    if row.get("tools"):
+        raise UserError(f"{origin}: a chat with tools cannot be answered anew; leave such chats out")
     extra = {name: value for name, value in row.items() if name != key}
     if key != "messages":
         if not isinstance(row[key], str) or not row[key].strip():

@@ -73,7 +73,84 @@ def test_a_template_that_changes_answers_is_noticed(tiny_target, monkeypatch, tm
     assert other.row({}, tiny_target) is not None and other.is_other_text
     monkeypatch.setattr(train.regenerate, "generate_rows", lambda *_, **__: [answer])
     regenerate(tiny_target, [prompt], tmp_path / "out.jsonl")
-    assert "warning: 1 of 1 new chats will read otherwise" in capsys.readouterr().out
+    assert "warning: 1 of 1 chats will read otherwise" in capsys.readouterr().out
+
+
+def test_a_template_that_changes_answers_is_told_early_and_after_a_resume(
+    tiny_target, prompts, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(train.regenerate, "WARN_AFTER", 2)
+    monkeypatch.setattr(Chat, "is_other_text", True, raising=False)
+    asked, rows_of = [], train.regenerate.generate_rows
+
+    def stopping(model, waiting, *args, **kwargs):
+        asked.append(len(waiting))
+        for number, answer in enumerate(rows_of(model, waiting, *args, **kwargs)):
+            if len(asked) == 1 and number == 3:
+                assert "warning: 2 of 2 chats will read otherwise" in capsys.readouterr().out
+                raise KeyboardInterrupt
+            yield answer
+
+    row_of = Chat.row
+
+    def other_row(chat, about, target):
+        row = row_of(chat, about, target)
+        chat.is_other_text = len(asked) == 1
+        return row
+
+    monkeypatch.setattr(Chat, "row", other_row)
+    monkeypatch.setattr(train.regenerate, "generate_rows", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(tiny_target, prompts[:4], tmp_path / "out.jsonl", max_new_tokens=8)
+    regenerate(tiny_target, prompts[:4], tmp_path / "out.jsonl", max_new_tokens=8)
+    num_done = 4 - asked[1]
+    assert f"warning: {num_done} of 4 chats will read otherwise" in capsys.readouterr().out
+
+
+def test_a_chat_whose_template_refuses_an_answer_does_not_stop_the_others(
+    tiny_target, prompts, tmp_path, monkeypatch, capsys
+):
+    """Mistral's refuses an empty one: the same seed would give it again at every resume."""
+    template = tiny_target.tokenizer.chat_template
+    refusing = "{% for m in messages %}{% if m['content'] == '' %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
+    monkeypatch.setattr(tiny_target.tokenizer, "chat_template", refusing + template)
+    end = tiny_target.eos_token_ids[0]
+
+    def answers_of(model, waiting, *args, **kwargs):
+        while waiting:
+            request = waiting.pop()
+            ids = tiny_target.tokenizer("Yes.")["input_ids"] if request.key != (4, 0) else []
+            yield Answer(request.key, [*ids, end], "stop")
+
+    monkeypatch.setattr(train.regenerate, "generate_rows", answers_of)
+    out = regenerate(tiny_target, prompts, tmp_path / "out.jsonl")
+    assert [row["id"] for row in lines(out)] == [p["id"] for p in PROMPTS if p["id"] != 11]
+    assert "1 answers left out" in capsys.readouterr().out
+    monkeypatch.setattr(Chat, "row", lambda *_: None)
+    with pytest.raises(UserError, match=f"target={tiny_target.name}: .* none of its"):
+        regenerate(tiny_target, prompts, tmp_path / "none.jsonl")
+    assert (tmp_path / "none.jsonl.partial").exists()
+
+
+def test_prompts_with_tools_are_refused(tmp_path):
+    """Their answers would be made without the tools, and left out of the training rows afterwards."""
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps({"messages": [USER], "tools": [{"name": "f"}]}) + "\n")
+    with pytest.raises(UserError, match=r"tools\.jsonl:1: a chat with tools"):
+        read_prompts(path)
+
+
+def test_a_target_whose_answers_give_no_mask_is_refused_before_it_answers(tiny_target, prompts, tmp_path, monkeypatch):
+    """Else hours of answers would end in an empty file."""
+    template = tiny_target.tokenizer.chat_template
+    changed = template.replace(
+        "message['content']", "message['content'] | upper if message['role'] == 'assistant' else ''"
+    )
+    changed = changed.replace("message.content", "message.content | upper if message.role == 'assistant' else ''")
+    monkeypatch.setattr(tiny_target.tokenizer, "chat_template", changed)
+    monkeypatch.setattr(train.regenerate, "generate_rows", lambda *_, **__: pytest.fail("nothing may be answered"))
+    with pytest.raises(UserError, match=f"target={tiny_target.name}: its answers cannot be trained on"):
+        regenerate(tiny_target, prompts, tmp_path / "out.jsonl")
 
 
 def test_rows_carry_what_made_them(tiny_target, prompts, tmp_path):

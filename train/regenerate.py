@@ -34,6 +34,7 @@ from models.target import Target
 
 Key = tuple[int, int]  # number of the prompt in its file, number of the sample
 OTHER_SHARE = 0.1  # of chats that may read otherwise: a tokenizer does not give every drawn text its own ids again
+WARN_AFTER = 50  # chats: a template that changes answers is told while there is time to stop
 
 
 def regenerate(
@@ -58,7 +59,8 @@ def regenerate(
     (stop or length; those of several stand in their messages), the row's `seed` and `sample`, `temperature` and the
     filters that are on, `max_new_tokens`, `target` and `target_fingerprint`.
     max_prompt_tokens: longer prompts are left out, as are those longer than the target's positions.
-    Raises UserError: `out` exists, or its partial file was begun with other settings.
+    Raises UserError: `out` exists, its partial file was begun with other settings, or no loss mask can be made of the
+    answers (the partial file then stays).
     """
     out = Path(out)
     check_out(out, overwrite=overwrite)
@@ -87,6 +89,8 @@ def regenerate(
             if len(first_ids) > longest:
                 num_too_long += 1
                 continue
+            if not chats:
+                check_answer(prompt, target)
             for sample in range(num_samples):
                 chats[index, sample] = Chat(prompt, _row_seed(seed, index, sample), next_ids=first_ids)
         if not chats:
@@ -100,24 +104,26 @@ def regenerate(
             target.model, waiting, params, batch_size=batch_size, eos_token_ids=target.eos_token_ids,
             vocab_size=target.vocab_size,
         )  # fmt: skip
-        start, num_tokens, num_new, num_other = time.monotonic(), 0, 0, 0
-        num_done = len(chats) - len(waiting)
+        start, num_tokens, num_done = time.monotonic(), 0, len(chats) - len(waiting)
         with ProgressBar("regenerating", len(chats), "rows", done=num_done) as bar:
             for answer in answers:
                 chat = chats[answer.key]
                 chat.add(answer, target)
                 num_tokens += len(answer.token_ids)
-                if not chat.is_complete and len(chat.prompt_ids(target)) <= longest:
+                if chat.can_go_on(target, longest):
                     waiting.append(chat.request(answer.key, target, max_new_tokens))
                     continue
-                partial.append(answer.key, chat.row(about | {"sample": answer.key[1]}, target))
-                num_new += 1
-                num_other += chat.is_other_text
+                row = chat.row(about | {"sample": answer.key[1]}, target)
+                partial.append(answer.key, row, is_other=chat.is_other_text)
                 bar.advance(1)
+                if len(partial.rows) == WARN_AFTER < len(chats):
+                    warn_of_other(partial)
         rows = [partial.rows[key] for key in sorted(partial.rows)]
         seconds = max(time.monotonic() - start, 1e-9)
         unusable = sum(row is None for row in rows)
         rows = [row for row in rows if row is not None]
+        if not rows:
+            raise UserError(f"target={target.name}: its chat template gives back none of its {unusable:,} answers")
         _write_rows(out, rows)
         partial.path.unlink()
     stopped = sum(row["finish_reason"] == "stop" for row in rows) / max(len(rows), 1)
@@ -128,12 +134,7 @@ def regenerate(
         + (f"; {unusable:,} answers left out, the chat template does not give them back" if unusable else ""),
         flush=True,
     )
-    if num_other > OTHER_SHARE * num_new:
-        print(
-            f"warning: {num_other:,} of {num_new:,} new chats will read otherwise in training than the target wrote "
-            "them: its chat template changes answers (reasoning that regenerate.max_new_tokens cuts off, perhaps)",
-            flush=True,
-        )
+    warn_of_other(partial)
     return out
 
 
@@ -172,6 +173,15 @@ class Chat:
             self.next_ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return self.next_ids
 
+    def can_go_on(self, target: Target, longest: int) -> bool:
+        """Whether a turn waits that the target can read: at most `longest` tokens with all before it."""
+        if self.is_complete:
+            return False
+        try:
+            return len(self.prompt_ids(target)) <= longest
+        except UserError:  # the template refuses the last answer (an empty one, say), so `row` has no mask for it
+            return False
+
     def request(self, key: Key, target: Target, max_new_tokens: int) -> Request:
         ids = self.prompt_ids(target)
         room = target.max_positions - len(ids)
@@ -208,6 +218,7 @@ class PartialFile:
     def __init__(self, path: Path, begun_with: dict[str, Any], *, overwrite: bool):
         self.path, self._begun_with = path, begun_with
         self.rows: dict[Key, dict | None] = {}
+        self.num_other = 0  # rows that training will read otherwise than the target wrote them
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
         try:
@@ -229,6 +240,7 @@ class PartialFile:
                 self._check(header)
             if header == self._begun_with:
                 self.rows = {(line["prompt"], line["sample"]): line["row"] for line in lines}
+                self.num_other = sum(line.get("is_other", False) for line in lines)
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, UserError):
                 raise
@@ -250,9 +262,10 @@ class PartialFile:
                 shown, begun = (("null" if v is None else v) for v in (value, header[key]))
                 raise UserError(f"regenerate.{key}={shown}: {self.path} was begun with {begun}; {hint}")
 
-    def append(self, key: Key, row: dict | None) -> None:
+    def append(self, key: Key, row: dict | None, *, is_other: bool = False) -> None:
         self.rows[key] = row
-        self._write({"prompt": key[0], "sample": key[1], "row": row})
+        self.num_other += is_other
+        self._write({"prompt": key[0], "sample": key[1], "is_other": is_other, "row": row})
 
     def _write(self, line: dict) -> None:
         self._file.write(_line(line))
@@ -276,6 +289,26 @@ def check_turns(prompt: ChatPrompt, target: Target) -> None:
         render_chat(chat.messages(with_next=True), target.tokenizer, add_generation_prompt=True)
     except UserError as error:
         raise UserError(f"{prompt.origin}: {error}; leave such turns or the row out") from error
+
+
+def check_answer(prompt: ChatPrompt, target: Target) -> None:
+    """Raises UserError where no loss mask can be made of a plain answer to the first turn: of no other either, then."""
+    first = prompt.messages[: prompt.user_turns[0] + 1]
+    try:
+        chat_row([*first, {"role": "assistant", "content": "An answer."}], target.tokenizer, "stop")
+    except UserError as error:
+        raise UserError(f"target={target.name}: its answers cannot be trained on: {error}") from error
+
+
+def warn_of_other(partial: PartialFile) -> None:
+    """Print a warning where the chat template changes answers."""
+    if partial.num_other > OTHER_SHARE * len(partial.rows):
+        print(
+            f"warning: {partial.num_other:,} of {len(partial.rows):,} chats will read otherwise in training than the "
+            "target wrote them: its chat template changes answers (reasoning that regenerate.max_new_tokens cuts off, "
+            "perhaps)",
+            flush=True,
+        )
 
 
 def check_out(out: str | Path, *, overwrite: bool) -> None:
