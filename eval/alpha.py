@@ -137,12 +137,19 @@ def evaluate_alpha(
         for batch in _batches(order, [len(ids) for ids, _ in chosen], batch_tokens):
             input_ids, mask = _pad([chosen[i] for i in batch], device=target.device)  # (B, T), (B, T)
             row, position, target_hidden, draft_hidden = reader.read(input_ids, mask)
+            if not len(row):  # rows too short for a head to draft in
+                continue
             values = _token_values(target, reader, target_hidden, draft_hidden, temperatures, bar)  # (figures, N)
             rows_of = np.asarray(batch)[row.cpu().numpy()]
             bucket_of = np.searchsorted(edges, position.cpu().numpy(), side="right")
             np.add.at(counts, (rows_of, bucket_of), 1)
             for figure, value in enumerate(values.cpu().numpy()):
                 np.add.at(sums[figure], (rows_of, bucket_of), value)
+    if not counts.any():
+        raise UserError(
+            "data.sources: no held-out row has two supervised tokens side by side behind another one, so a head drafts "
+            "nothing there; give more or longer documents"
+        )
     return _metrics(sums, counts, figures=figures, names=names, edges=edges, split=split)
 
 

@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models.attention import attend
 from models.errors import UserError
+from models.head_folder import vocabulary_problem
 from models.kv_cache import RollbackCache
 from models.target import Target
 
@@ -332,6 +333,11 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
     folder = Path(folder)
     try:
         config = EagleConfig.from_json(json.loads((folder / "config.json").read_text()))
+        if config.version == 3 and not config.tap_ids:
+            raise UserError(
+                f"draft {folder}: names no taps, so it is a head as engines read it; give the run's folder, or make "
+                f"one of it by python -m train.import_head folder={folder}"
+            )
         head = EagleHead(config, target_head=target.logits)
         state = load_file(folder / "model.safetensors")
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
@@ -341,6 +347,8 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
         state["tap_scale"] = head.tap_scale  # folded into fc
     load_strictly(head, state, folder)
     check_fits(head.config, target, str(folder))
+    if config.version == 3 and (problem := vocabulary_problem(head.d2t, head.t2d, config.vocab_size)):
+        raise UserError(f"draft {folder}: {problem}")
     drop_padded_ids(head, target)
     return head.float().eval()
 
@@ -418,6 +426,7 @@ def build_eagle(
     if kind not in KINDS:
         raise UserError(f"draft.kind={kind}: unknown; use {' or '.join(KINDS)}")
     version = KINDS[kind]
+    check_target_head(target, kind, train_lm_head=train_lm_head)
     config = eagle_config(
         target,
         version=version,
@@ -439,23 +448,44 @@ def build_eagle(
         if version == 3:
             ids = torch.arange(config.draft_vocab_size) if draft_vocab is None else draft_vocab
             head.set_draft_vocab(ids)
-            head.lm_head.weight.copy_(target.model.get_output_embeddings().weight[ids.to(target.device)].float())
+            head.lm_head.weight.copy_(target.unscaled_rows(ids))
             head.lm_head.weight.requires_grad_(train_lm_head)
     if init != "scratch":
         if not is_eagle_folder(init):
             raise UserError(f"draft.init={init}: no EAGLE head there; use scratch or the folder of one")
         before = load_eagle(init, target)
+        config = replace(config, max_position_embeddings=before.config.max_position_embeddings)  # no weight has it
         if before.config != config:
             shapes = ((f.name, getattr(before.config, f.name), getattr(config, f.name)) for f in fields(config))
             name, theirs, ours = next(shape for shape in shapes if shape[1] != shape[2])
             if name in VARIANTS:
                 raise UserError(f"draft.init={init}: a head with {name}, which can be judged but not trained further")
+            if name in ("head_dim", "rms_norm_eps", "rope_parameters"):
+                raise UserError(
+                    f"draft.init={init}: its {name} is {theirs}, a head for this target has {ours}, and no key sets "
+                    "it; such a head can be judged, not trained further"
+                )
             raise UserError(
                 f"draft.init={init}: a head of another shape, its {name} is {theirs} and this draft's {ours}; set the "
                 f"draft's keys to its config.json"
             )
         head.load_state_dict(before.state_dict())
     return head.float().train()
+
+
+def check_target_head(target: Target, kind: str, *, train_lm_head: bool) -> None:
+    """Raises UserError where the target's own head does what this kind of head cannot learn with."""
+    has_bias = target.model.get_output_embeddings().bias is not None
+    if kind == "eagle1" and (has_bias or target.scales_logits):
+        what = "has a bias" if has_bias else "is followed by a scale or a cap of its logits"
+        raise UserError(
+            f"draft.kind=eagle1: the head of {target.name} {what}, which this loss cannot; use draft=eagle3"
+        )
+    if kind == "eagle3" and has_bias and not train_lm_head:
+        raise UserError(
+            f"draft.train_lm_head=false: the head of {target.name} has a bias, which frozen rows of it would lack; set "
+            "it to true"
+        )
 
 
 @torch.no_grad()
@@ -499,6 +529,8 @@ def eagle_config(
     rope = getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
     if "rope_theta" not in rope:  # by kind of layer (Gemma 3): the head attends in full
         rope = rope.get("full_attention") or next(iter(rope.values()))
+    if rope.get("partial_rotary_factor", 1) != 1 and "short_factor" in rope:  # factors for that share of channels only
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return EagleConfig(
         version=version,
         hidden_size=size,

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from models.eagle import VARIANTS, EagleConfig, EagleHead
 from models.errors import UserError
 from models.medusa import MedusaHeads
-from models.servable import ENGINES
+from models.servable import ENGINES, unreadable_taps
 from models.target import Target
 
 SPECULATORS_VERSION = "0.9.0"
@@ -81,16 +81,8 @@ def export(
 def check_head(config: EagleConfig, to: str) -> None:
     """Raises UserError where the engine's code has no room for this head."""
     name = ENGINES[to]
-    if config.version == 3 and len(config.tap_ids) != 3 and to != "speculators":
-        raise UserError(
-            f"to={to}: {name} reads three taps and this head {len(config.tap_ids)} ({list(config.tap_ids)}); train it "
-            f"with three of them in target.tap_ids"
-        )
-    if 0 in config.tap_ids and to in ("sglang", "trtllm"):
-        raise UserError(
-            f"to={to}: {name} cannot capture tap 0, the embedding's output (taps {list(config.tap_ids)}); use to=vllm, "
-            f"or train it with taps of at least 1"
-        )
+    if config.version == 3 and (reason := unreadable_taps(config.tap_ids, to)):
+        raise UserError(f"to={to}: {reason}")
     for variant in VARIANTS:
         if getattr(config, variant) and variant not in KNOWN_VARIANTS[to]:
             known = [engine for engine, variants in KNOWN_VARIANTS.items() if variant in variants]

@@ -88,7 +88,29 @@ def servable(
     return None
 
 
-def unservable_lines(target_config: Any, kind: str, *, draft_config: Any = None) -> list[str]:
-    """A line for each serving engine that cannot serve such a draft: told when its training starts."""
-    reasons = (servable(target_config, kind, engine, draft_config=draft_config) for engine in EAGLE_FAMILIES)
+def unreadable_taps(tap_ids: tuple[int, ...], engine: str) -> str | None:
+    """Why `engine` cannot give an EAGLE-3 head these taps, in a clause; None where it can."""
+    name, listed = ENGINES[engine], list(tap_ids)
+    if len(tap_ids) != 3 and engine != "speculators":
+        return f"{name} reads three taps and this head {len(tap_ids)} ({listed}); train with three in target.tap_ids"
+    if 0 in tap_ids and engine in ("sglang", "trtllm"):
+        return (
+            f"{name} cannot capture tap 0, the embedding's output (taps {listed}); use vllm, or train with taps of at "
+            "least 1"
+        )
+    return None
+
+
+def unservable_lines(
+    target_config: Any, kind: str, *, draft_config: Any = None, tap_ids: tuple[int, ...] | None = None
+) -> list[str]:
+    """A line for each serving engine that cannot serve such a draft: told when its training starts.
+
+    tap_ids: of an EAGLE-3 head.
+    """
+    reasons = (
+        servable(target_config, kind, engine, draft_config=draft_config)
+        or (unreadable_taps(tap_ids, engine) if tap_ids else None)
+        for engine in EAGLE_FAMILIES
+    )
     return [f"not servable everywhere: {reason}" for reason in reasons if reason]

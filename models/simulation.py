@@ -94,7 +94,6 @@ def simulation_layout(loss_mask: Tensor, row_offsets: Tensor, steps: int) -> Lay
 def _groups(slots: Tensor, row_of: Tensor, offsets: Tensor) -> list[Group]:
     if not len(slots):
         return []
-    rows, first, count = [], [], []  # rows with slots; where their slots begin, how many
     unique, counts = torch.unique_consecutive(row_of, return_counts=True)
     begins = counts.cumsum(0) - counts
     ends = slots[begins + counts - 1] + 1  # keys are needed up to the row's last slot
@@ -412,7 +411,7 @@ class Simulation:
         return torch.empty(shape, dtype=self.dtype, device=self.layout.slots.device)
 
     def _row_start(self, input_ids: Tensor) -> Tensor:  # (N,) packed position of each token's row
-        starts = torch.zeros(len(input_ids), dtype=torch.int64, device=input_ids.device)
+        starts = torch.arange(len(input_ids), device=input_ids.device)  # unused tokens: position 0, as some rotations
         for group in self.layout.groups:
             starts[group.keys] = group.keys[:, :1]
         return starts

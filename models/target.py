@@ -153,6 +153,15 @@ class Target(nn.Module):
         return lambda final_hidden: self._scaled(nn.functional.linear(final_hidden, weight, bias))
 
     @torch.no_grad()
+    def unscaled_rows(self, ids: Tensor) -> Tensor:  # (n,) -> (n, D) fp32, on the CPU
+        """Rows of the head with the factor in them that some architectures put on its product: what a head without
+        such a factor begins with. A bias and a cap are not in them."""
+        weight = self.model.get_output_embeddings().weight
+        factor = getattr(self.config, "logit_scale", None) or 1.0
+        factor /= getattr(self.config, "logits_scaling", None) or 1.0
+        return weight[ids.to(weight.device)].float().cpu() * factor
+
+    @torch.no_grad()
     def _check_head(self) -> None:
         """Our head on our hidden states must be the model's logits: an architecture that does more is refused here."""
         if self.device.type == "meta":
@@ -240,9 +249,10 @@ def check_tap_ids(tap_ids: Sequence[int] | str | None, num_blocks: int) -> tuple
         return None
     if tap_ids == "default":
         if num_blocks < 7:
+            example = str([*range(1, num_blocks)][-3:]).replace(" ", "")
             raise UserError(
                 f"target.tap_ids=default: needs at least 7 blocks and this target has {num_blocks}; give the ids, "
-                f"for example target.tap_ids=[0,1,{num_blocks - 1}]"
+                f"for example target.tap_ids={example}"
             )
         return (2, num_blocks // 2, num_blocks - 3)
     ids = tuple(int(i) for i in tap_ids)

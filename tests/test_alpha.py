@@ -12,7 +12,9 @@ from data.rows import Rows
 from eval.alpha import evaluate_alpha, evaluate_pair, expected_alpha, token_alpha, token_kl_and_entropy
 from eval.run import Pair, check_vocabulary
 from models.drafts import load_draft
+from models.eagle import build_eagle
 from models.errors import UserError
+from models.medusa import build_medusa
 from models.target import Target, load_target
 from models.tiny import byte_tokenizer, random_model
 
@@ -167,6 +169,21 @@ def test_nothing_supervised_is_the_users_mistake(tiny_target):
     empty = Rows(rows.input_ids, np.zeros(5, dtype=bool), rows.row_offsets, rows.row_ids)
     with pytest.raises(UserError, match=r"data\.sources.*supervised"):
         evaluate_alpha(tiny_target, tiny_draft(), empty)
+
+
+def test_rows_too_short_for_a_head_count_nothing(tiny_target):
+    """A last window of two tokens is a batch of its own: judged after training, it must not stop the run."""
+    target = load_target("random:tiny_llama", dtype="fp32", device="cpu", tap_ids="default")
+    head = build_eagle(target=target, draft_vocab_size=None)
+    long, short = make_rows([20, 20]), make_rows([2])
+    both = make_rows([20, 20, 2])
+    found = evaluate_alpha(target, head, both, batch_tokens=40)
+    assert (
+        found["alpha_tokens/held_out"].value == evaluate_alpha(target, head, long)["alpha_tokens/held_out"].value == 36
+    )
+    for draft in (head, build_medusa(target=target, num_heads=1, draft_vocab_size=None)):
+        with pytest.raises(UserError, match=r"data\.sources: no held-out row has two supervised tokens"):
+            evaluate_alpha(target, draft, short)
 
 
 def test_another_vocabulary_is_refused(tiny_target, tmp_path):

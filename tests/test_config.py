@@ -93,6 +93,7 @@ MISTAKES = {
     "unknown loss": ([*SMOKE, "loss.name=kl_div"], "kl_div"),
     "wrong type": ([*SMOKE, "optim.lr=fast"], "optim.lr"),
     "unknown strategy": ([*SMOKE, "trainer.strategy=foo"], "trainer.strategy=foo"),
+    "strategy that cuts parameters up": ([*SMOKE, "trainer.strategy=fsdp"], "trainer.strategy=fsdp"),
     "wrong type without a class": ([*SMOKE, "data.held_out_fraction=x"], "data.held_out_fraction=x"),
     "negative": ([*SMOKE, "trainer.max_epochs=-1"], "max_epochs"),
 }

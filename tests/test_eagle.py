@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import train.eagle_module
 from data.datamodule import Item, PackedDataModule, PackedRows
 from data.draft_vocab import coverage, frequent_ids
 from data.rows import Rows
@@ -162,11 +163,65 @@ def test_a_target_that_rotates_a_share_of_its_channels_does_not_tell_the_head_to
     assert "partial_rotary_factor" not in build_eagle(target=target, draft_vocab_size=10).config.rope_parameters
 
 
-def test_eagle_1_refuses_a_head_with_a_bias() -> None:
-    biased = load_target("random:tiny_llama", dtype="fp32", device="cpu")
+def test_rotations_for_a_share_of_the_channels_only_are_left_out(target: Target, monkeypatch) -> None:
+    """The factors of longrope fit the share that the target rotates, not the head's channels."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1.0],
+        "long_factor": [2.0],
+    }
+    monkeypatch.setattr(target.model.config, "rope_parameters", rope)
+    head = build_eagle(target=target, draft_vocab_size=10)
+    assert head.config.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
+
+
+def test_a_target_whose_head_a_kind_cannot_learn_with_is_refused(target: Target, monkeypatch) -> None:
+    """Before anything is cached, so in the building."""
+    monkeypatch.setattr(target.model.config, "logits_scaling", 8.0, raising=False)
+    with pytest.raises(UserError, match=r"draft\.kind=eagle1: .* a scale or a cap"):
+        build_eagle(target=target, kind="eagle1", draft_vocab_size=None)
+    biased = load_target("random:tiny_llama", dtype="fp32", device="cpu", tap_ids="default")
     biased.model.get_output_embeddings().bias = nn.Parameter(torch.zeros(biased.vocab_size))
-    with pytest.raises(UserError, match="has a bias"):
-        distiller(biased, build_eagle(target=biased, kind="eagle1", draft_vocab_size=None))
+    with pytest.raises(UserError, match=r"draft\.kind=eagle1: .* has a bias"):
+        build_eagle(target=biased, kind="eagle1", draft_vocab_size=None)
+    with pytest.raises(UserError, match=r"draft\.train_lm_head=false: .* has a bias"):
+        build_eagle(target=biased, draft_vocab_size=10, train_lm_head=False)
+
+
+def test_the_first_rows_of_a_head_have_the_targets_factor_in_them(target: Target, monkeypatch) -> None:
+    ids = torch.tensor([3, 50, 200])
+    state = torch.randn(5, 64)
+    for key, value in (("logits_scaling", 8.0), ("logit_scale", 0.0625)):
+        with monkeypatch.context() as patched:
+            patched.setattr(target.model.config, key, value, raising=False)
+            head = build_eagle(target=target, draft_vocab_size=3, draft_vocab=ids)
+            torch.testing.assert_close(state @ head.lm_head.weight.T, target.logits(state)[:, ids])
+
+
+def test_an_exported_head_is_told_from_one_of_ours(target: Target, tmp_path: Path) -> None:
+    build_eagle(target=target, draft_vocab_size=10).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["eagle_aux_hidden_state_layer_ids"]  # as engines read it, where the taps are their own
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"names no taps.*train\.import_head"):
+        load_eagle(tmp_path, target)
+
+
+def test_a_head_of_other_positions_is_trained_further_and_one_of_other_rotations_refused(
+    target: Target, tmp_path: Path
+) -> None:
+    before = build_eagle(target=target, draft_vocab_size=10, seed=3)
+    before.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 77}))
+    head = build_eagle(target=target, draft_vocab_size=10, init=str(tmp_path))
+    assert torch.equal(head.block.mlp.up_proj.weight, before.block.mlp.up_proj.weight)
+    assert head.config.max_position_embeddings == before.config.max_position_embeddings
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(UserError, match=r"draft\.init=.*rms_norm_eps is 0\.001.*no key sets it"):
+        build_eagle(target=target, draft_vocab_size=10, init=str(tmp_path))
 
 
 def test_taps_are_needed() -> None:
@@ -289,6 +344,36 @@ def test_packed_outputs_equal_each_row_alone(target: Target) -> None:
     for a, b in zip(batch["row_offsets"][:-1].tolist(), batch["row_offsets"][1:].tolist()):
         alone = head(batch["input_ids"][None, a:b], features[None, a:b], torch.arange(b - a)[None])[0]
         torch.testing.assert_close(out[a:b], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_of_eagle_1_is_the_stated_formula(target: Target, monkeypatch) -> None:
+    """SmoothL1 to the next final state + 0.1 KL through the target's head, where x[p+1] and x[p+2] count; in training
+    the states that are read have noise of at most 0.1 * 512 / (tokens of the row)."""
+    module = distiller(target, build_eagle(target=target, kind="eagle1", draft_vocab_size=None))
+    rows = chat_rows(3)
+    batch = module.with_columns(PackedRows(rows)[Item(np.arange(3))], module.specs["train"])
+    total, count = 0.0, 0
+    for i in range(3):
+        ids, mask = (torch.from_numpy(np.array(x)) for x in rows.row(i))
+        states = target.states(ids[None].long()).final_hidden[0]
+        out = module.draft(ids[None, 1:].long(), states[None, :-1], torch.arange(len(ids) - 1)[None])[0].detach()
+        for p in range(len(ids) - 2):
+            if mask[p + 1] and mask[p + 2]:
+                log_p, log_q = (target.logits(x).log_softmax(-1) for x in (states[p + 1], out[p]))
+                smooth = nn.functional.smooth_l1_loss(out[p], states[p + 1])
+                total += float(smooth + 0.1 * (log_p.exp() * (log_p - log_q)).sum())
+                count += 1
+    with torch.no_grad():
+        found = module.distill(batch, module.specs["train"])
+    assert found.num_tokens == count and float(found.loss_sum) == pytest.approx(total, rel=1e-3)
+
+    read = []
+    outputs = train.eagle_module.packed_outputs
+    monkeypatch.setattr(train.eagle_module, "packed_outputs", lambda *args: read.append(args[2]) or outputs(*args))
+    module.distill(batch, module.specs["train"])
+    lengths = batch["row_offsets"].diff()
+    noise = (read[0] - batch["final_hidden"]).abs() / (0.1 * 512 / lengths.repeat_interleave(lengths))[:, None]
+    assert 0.9 < noise.max() <= 1.001
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])

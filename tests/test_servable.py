@@ -70,6 +70,11 @@ def test_training_begins_with_a_warning(tiny_target, tiny_gpt2_target, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[0] for line in lines] == ["warning"] * 3
     assert all(name in line for name, line in zip(("vLLM", "SGLang", "TensorRT-LLM"), lines))
+    say_unservable(tiny_target, "eagle3", tap_ids=(0, 3, 5))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("everywhere: ")[1].split(" cannot")[0] for line in lines] == ["SGLang", "TensorRT-LLM"]
+    say_unservable(tiny_target, "eagle3", tap_ids=(3, 5))
+    assert capsys.readouterr().out.count("reads three taps and this head 2") == 3
     say_unservable(tiny_target, "draft_model", tiny_gpt2_target.config)
     assert (
         capsys.readouterr().out.count("warning: ")

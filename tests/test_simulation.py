@@ -95,6 +95,24 @@ def test_the_training_graph_is_the_decode_loop(target: Target, head: EagleHead) 
     assert compared.tolist() == layout.counts().tolist() and compared.min() >= 5
 
 
+def test_rotations_that_depend_on_length_are_those_of_the_row() -> None:
+    """longrope takes other factors beyond its original positions: a pack is longer than its rows."""
+    target = load_target("random:tiny_llama", dtype="fp32", device="cpu", tap_ids=[0, 1, 3])
+    width = target.hidden_size // target.config.num_attention_heads // 2
+    target.config.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 40,
+        "short_factor": [1.0] * width, "long_factor": [7.0] * width, "factor": 4.0,
+    }  # fmt: skip
+    head = build_eagle(target=target, draft_vocab_size=100)
+    rows = Rows(target, [30, 30], chance=1.0)
+    layout = simulation_layout(rows.mask, rows.offsets, 2)
+    with torch.no_grad():
+        outputs = Simulation(head, layout, dtype=torch.float32).forward(rows.ids, rows.taps, keep=False)
+        expected = torch.stack(decode_loop(head, rows.row(0), rows.taps[:30], 10, 2))
+    n = layout.slots.tolist().index(10)
+    torch.testing.assert_close(outputs[:, n], head.norm(expected), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("error", ["position", "token", "taps"])
 def test_the_comparison_sees_small_errors(target: Target, head: EagleHead, error: str) -> None:
     """A slot that is off by one in one respect differs far more than the tolerance."""

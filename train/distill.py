@@ -56,6 +56,11 @@ def distill(cfg: DictConfig) -> Path:
     trainer = trainer.beside(cfg.target.device_map)
     check_lengths(cfg, trainer)
     check_head(cfg)
+    if loss.temperature != 1 and cfg.draft.kind in ("eagle3", "medusa"):
+        raise UserError(
+            f"loss.temperature={loss.temperature}: draft={cfg.draft.kind} learns at 1 only, where the target's mass "
+            "outside of a draft vocabulary is known; set it to 1"
+        )
     if loss.temperature != 1 and cfg.cache.signal == "topk":
         raise UserError(f"loss.temperature={loss.temperature}: needs the whole distribution, set cache=hidden")
     if cfg.cache.mode not in ("disk", "none"):
@@ -72,7 +77,7 @@ def distill(cfg: DictConfig) -> Path:
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     target: Target = instantiate(cfg.target)
     if is_head(cfg):
-        say_unservable(target, cfg.draft.kind)
+        say_unservable(target, cfg.draft.kind, tap_ids=target.tap_ids if cfg.draft.kind == "eagle3" else None)
         rows = {split: rows_of(cfg, target, split) for split in ("train", "held_out")}
         draft, vocab_metrics = build_head(cfg, target, rows)
     else:
@@ -273,9 +278,11 @@ def check_head(cfg: DictConfig) -> None:
         raise UserError("target.tap_ids=null: draft=eagle3 reads taps of the target; set target.tap_ids=default")
 
 
-def say_unservable(target: Target, kind: str, draft_config: Any = None) -> None:
+def say_unservable(
+    target: Target, kind: str, draft_config: Any = None, *, tap_ids: tuple[int, ...] | None = None
+) -> None:
     """A warning for each engine that could not serve such a draft: better before its training than after."""
-    for line in unservable_lines(target.config, kind, draft_config=draft_config):
+    for line in unservable_lines(target.config, kind, draft_config=draft_config, tap_ids=tap_ids):
         say(f"warning: {line}")
 
 

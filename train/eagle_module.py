@@ -19,7 +19,6 @@ from data.datamodule import Batch
 from data.signals import SignalSpec
 from models.drafts import padded_layout
 from models.eagle import EagleHead
-from models.errors import UserError
 from models.simulation import Simulation, simulation_layout, trained_weights
 from models.target import Target
 from train.losses import DistillLoss, HiddenSignal, LossSpec, distill_loss
@@ -197,13 +196,8 @@ class Eagle1Distiller(Distiller):
 
     def __init__(self, draft: EagleHead, *, signal: SignalSpec, target: Target, **wiring: Any):
         assert signal.signal == "hidden"
-        if target.scales_logits:
-            raise UserError(
-                f"draft=eagle1: {target.name} scales or caps its logits, which this loss cannot; use eagle3"
-            )
-        if target.model.get_output_embeddings().bias is not None:
-            raise UserError(f"draft=eagle1: the head of {target.name} has a bias, which this loss cannot; use eagle3")
         super().__init__(draft, signal=signal, target=target, **wiring)
+        self._head_weight: Tensor | None = None
 
     def distill(self, batch: Batch, spec: SignalSpec) -> DistillLoss:
         batch = self.with_columns(batch, spec)
@@ -222,7 +216,7 @@ class Eagle1Distiller(Distiller):
         nexts = features.roll(-1, dims=0)  # (N, D) f[p+1]
         through_head = distill_loss(
             out,
-            self.target.model.get_output_embeddings().weight,
+            self.head_weight(),
             HiddenSignal(nexts.to(self.target.dtype), self.target.logits),
             is_slot,
             loss=self.loss,
@@ -230,6 +224,12 @@ class Eagle1Distiller(Distiller):
         )
         regression = nn.functional.smooth_l1_loss(out[is_slot].float(), nexts[is_slot], reduction="none").mean(-1).sum()
         return replace(through_head, loss_sum=regression + LOGITS_SHARE * through_head.loss_sum)
+
+    def head_weight(self) -> Tensor:  # (rows, D)
+        """The target's head, fetched once where a target that is spread over GPUs has it elsewhere."""
+        if self._head_weight is None:
+            self._head_weight = self.target.model.get_output_embeddings().weight.to(self.device)
+        return self._head_weight
 
     def _generator(self, batch: Batch) -> torch.Generator:
         """Noise is a function of step and rows: a resumed run draws what an uninterrupted one did."""

@@ -292,11 +292,7 @@ def dense_terms(
         return _dense_forward_kl(z, target_z, with_grad)
     z, target_z = z.clamp_(min=LOWEST), target_z.clamp_(min=LOWEST)
     temperature = loss.temperature
-    if log_normaliser is not None and temperature != 1:
-        raise UserError(
-            f"loss.temperature={temperature}: the target's mass outside of a draft vocabulary is known at "
-            "temperature 1 only; set loss.temperature=1, or draft.draft_vocab_size=null"
-        )
+    assert log_normaliser is None or temperature == 1, "the mass outside of the shared ids is known at 1 only"
     log_q, log_p = (z / temperature).log_softmax(-1), (target_z / temperature).log_softmax(-1)
     full = None if log_normaliser is None else (target_z - log_normaliser).exp()  # (c, Vd)
     value, alpha, kl, grad = _divergence(log_p, log_q, loss, full)

@@ -65,7 +65,8 @@ class TrainerSpec:
             raise UserError(f"trainer.checkpoint_every_minutes={minutes}: must be above 0, or null for never")
         if self.precision not in ("auto", *PRECISIONS):
             raise UserError(f"trainer.precision={self.precision}: unknown; use auto, {' or '.join(PRECISIONS)}")
-        strategies = ("auto", *StrategyRegistry.available_strategies())
+        # whole parameters on each process: gradient norm, Muon, averages and saved drafts take them so
+        strategies = ("auto", *(name for name in StrategyRegistry.available_strategies() if name.startswith("ddp")))
         if self.strategy not in strategies:
             raise UserError(f"trainer.strategy={self.strategy}: unknown; use one of {', '.join(strategies)}")
         if self.devices != "auto" and (not isinstance(self.devices, int) or self.devices < 1):
