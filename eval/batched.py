@@ -87,7 +87,7 @@ def speculative_decode_batch(
     """
     params = SamplingParams.of(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **unsupported_filters)
     check_options(draft_sampling, draft_len=draft_len, max_new_tokens=max_new_tokens)
-    shape = TreeShape.parse(method) if isinstance(method, str) else method or TreeShape.chain(draft_len)
+    shape = TreeShape.parse(method, key="method") if isinstance(method, str) else method or TreeShape.chain(draft_len)
     if shape.kind != "chain":
         raise UserError(f"method={shape}: batches decode by chains only; use for example chain_k4")
     seeds = range(len(prompts)) if seeds is None else seeds
@@ -229,18 +229,19 @@ class _Loop:
 
     def _forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, D) post-norm
         positions, mask = self.cache.place(tokens.shape[1], tokens.device)
-        return forward_with_cache(
+        output = forward_with_cache(
             self.target.model.base_model,
             tokens,
             self.cache,
             position_ids=positions.clamp_max(self.target.max_positions - 1),  # of pads
             attention_mask=mask,
-        ).last_hidden_state
+        )
+        return output.last_hidden_state.to(tokens.device)  # from the last GPU of a target that is spread over several
 
     def _features(self, hidden: Tensor) -> Tensor | None:  # (B, T, L, D) or (B, T, D)
         """What the drafter reads of the last forward."""
         if self._reads_taps:
-            return torch.stack([self.captured[i] for i in self.target.tap_ids], dim=2)
+            return torch.stack([self.captured[i].to(hidden.device) for i in self.target.tap_ids], dim=2)
         return hidden if self.drafter.features else None
 
     def _verify(self, logits: Tensor, chains: Chains | None, depths: list[int]) -> tuple[list[int], list[int]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eval.tree import Candidates, Level, Tree, TreeShape, grow
 from models.eagle import EagleHead
 from models.errors import UserError
-from models.kv_cache import RollbackCache, forward_with_cache, has_own_mask
+from models.kv_cache import RollbackCache, forward_with_cache, has_own_mask, rotation_switch
 from models.medusa import MedusaHeads
 from models.sampling import SamplingParams, filtered_probs, sample
 
@@ -131,11 +131,18 @@ def check_attention(models: Iterable[nn.Module], shapes: Iterable[TreeShape], *,
 
 
 def check_ragged(models: Iterable[nn.Module], *, setting: str) -> None:
-    """Raises UserError, blaming `setting`: batches where a model cannot be given the mask of ragged rows."""
+    """Raises UserError, blaming `setting`: batches where a model cannot be given the mask of ragged rows, or rotates
+    them by the longest of them."""
+    models = list(models)
     if not all(map(has_own_mask, models)):
         raise UserError(
             f"{setting}: batches of ragged rows need full attention by SDPA, and the target or a draft has a sliding "
             "window or another attention kernel; leave them out"
+        )
+    if any(rotation_switch(model) for model in models):
+        raise UserError(
+            f"{setting}: the rotations of longrope depend on the longest row of a batch, so a text would depend on the "
+            "others; leave them out"
         )
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.loop import DecodeResult, TreeRecord
 from eval.measures import Method, Trial
 from eval.prompts import Prompt
-from eval.text_view import acceptance, token_pieces
+from eval.text_view import acceptance, printable, token_pieces
 from models.errors import UserError
 
 PROMPTS_SHOWN = 2  # of each set
@@ -169,23 +169,6 @@ def _rows(children: Mapping[int, Sequence[int]]) -> dict[int, float]:
 
 def _rect(x: float, middle: float, width: float, height: float) -> str:
     return f'<rect x="{x:.1f}" y="{middle - height / 2:.1f}" width="{width:.1f}" height="{height}" rx="4" />'
-
-
-def printable(text: str) -> str:
-    """Control characters as pictures (U+2400 ...), as neither HTML nor XML may hold them; newlines and tabs stay."""
-    return "".join(map(_printable, text))
-
-
-def _printable(char: str) -> str:
-    code = ord(char)
-    if char in "\n\t" or (0x20 <= code < 0x7F) or 0xA0 <= code < 0xD800:
-        return char
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "\N{SYMBOL FOR DELETE}"
-    is_invalid = code < 0xA0 or code < 0xE000 or (code & 0xFFFE) == 0xFFFE  # C1 controls, surrogates, no characters
-    return "\N{REPLACEMENT CHARACTER}" if is_invalid else char
 
 
 def _text(text: str) -> str:

@@ -25,7 +25,7 @@ from eval.tree import Tree, TreeShape, tree_mask
 from eval.verification import TreeVerdict, verify_chain, verify_greedy, verify_tree, verify_tree_greedy
 from models.eagle import EagleHead, check_fits, check_widths
 from models.errors import UserError
-from models.kv_cache import RollbackCache, forward_with_cache
+from models.kv_cache import RollbackCache, forward_with_cache, rotation_switch
 from models.medusa import MedusaHeads
 from models.sampling import SamplingParams, filtered_probs, sample
 from models.target import Target
@@ -130,16 +130,14 @@ def speculative_decode(
     params = SamplingParams.of(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **unsupported_filters)
     check_options(draft_sampling, draft_len=draft_len, max_new_tokens=max_new_tokens)
     rule = make_fallback(fallback)
-    shape = TreeShape.parse(method) if isinstance(method, str) else method
+    shape = TreeShape.parse(method, key="method") if isinstance(method, str) else method
     shape = shape or getattr(draft, "shape", None) or TreeShape.chain(draft_len)
     vocab_size = real_vocab_size(target)
     if not shape.needs_draft and (draft is None or isinstance(draft, nn.Module)):
         drafter: Drafter = NgramDrafter(shape) if shape.kind == "ngram" else LookaheadDrafter(shape)
     elif draft is None:
         if method is not None:
-            raise UserError(
-                f"decode.methods={shape}: needs a draft; give one, or use ngram_n3_k5 or lookahead_w5_n3_g5"
-            )
+            raise UserError(f"method={shape}: needs a draft; give one, or use ngram_n3_k5 or lookahead_w5_n3_g5")
         drafter = NoDraft()
     elif isinstance(draft, nn.Module):
         check_draft(target, draft)
@@ -183,6 +181,7 @@ def decode(
     with capture_features(target, drafter.features) as features_of:
         model = target.model if isinstance(target, Target) else target
         max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+        switch = rotation_switch(model)
         num_tokens = len(prompt)  # committed: prompt and emitted tokens
         if not 0 < num_tokens <= max_positions:
             raise UserError(
@@ -215,7 +214,8 @@ def decode(
             round_start = clock.now()
             is_paused = fallback is not None and fallback.wants_plain()
             most = 0 if is_paused else shape.depth
-            depth = max(0, min(most, max_positions - num_tokens, drafter.max_draft_len(num_tokens)))
+            limit = switch if num_tokens <= switch else max_positions  # no block on both sides of the switch
+            depth = max(0, min(most, limit - num_tokens, drafter.max_draft_len(num_tokens)))
             tree = Tree.empty(model.device)
             if depth:
                 start = clock.now()

@@ -65,7 +65,8 @@ def decode_metrics(trials: Sequence[Trial], *, shape: TreeShape, suffix: str) ->
     """
     columns = _columns(trials, shape.depth)
     metrics = {}
-    for name, figure in _figures(shape, columns).items():
+    in_every_round = not any(t.ours.fallback_steps + t.ours.paused_steps for t in trials)
+    for name, figure in _figures(shape, columns, in_every_round=in_every_round).items():
         metric = bootstrap_figure(columns, figure, len(trials))
         if metric is not None:
             metrics[f"{name}/{suffix}"] = metric
@@ -127,7 +128,10 @@ def _columns(trials: Sequence[Trial], max_depth: int) -> dict[str, np.ndarray]: 
     return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}
 
 
-def _figures(shape: TreeShape, columns: Container[str]) -> dict[str, Callable[[Sums], np.ndarray]]:
+def _figures(
+    shape: TreeShape, columns: Container[str], *, in_every_round: bool
+) -> dict[str, Callable[[Sums], np.ndarray]]:
+    """in_every_round: no plain step among the rounds, so that the formula of tau holds."""
     depths = range(1, shape.depth + 1)
 
     def alpha(s: Sums) -> np.ndarray:
@@ -165,7 +169,7 @@ def _figures(shape: TreeShape, columns: Container[str]) -> dict[str, Callable[[S
     }
     return {
         **({"alpha": alpha} if shape.kind in ("chain", "ngram") else {}),
-        **({"tau_formula": formula} if shape.kind == "chain" else {}),
+        **({"tau_formula": formula} if shape.kind == "chain" and in_every_round else {}),
         **{f"alpha_at_depth/d{depth}": lambda s, depth=depth: at_depth(s, depth) for depth in depths},
         **{
             f"survival_at_depth/d{depth}": lambda s, depth=depth: s[f"survived_{depth}"] / s["rounds"]

@@ -30,8 +30,8 @@ def text_view(
             if trial.set_name not in first:
                 first[trial.set_name] = (
                     f"--- {trial.set_name}/{trial.prompt_id}, T = {method.temperature:g}, {method.name}: "
-                    f"{acceptance(method, trial)}\n> {' '.join(prompt.text.split())[:300]}\n"
-                    f"{mark_accepted(tokenizer, trial.ours.token_ids, trial.ours.is_accepted)}\n"
+                    f"{acceptance(method, trial)}\n> {printable(' '.join(prompt.text.split())[:300])}\n"
+                    f"{printable(mark_accepted(tokenizer, trial.ours.token_ids, trial.ours.is_accepted))}\n"
                 )
         short.append(next(iter(first.values())))
         full += first.values()
@@ -67,3 +67,21 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -
             pieces.append(text[len(written) :])
             written = text
     return pieces
+
+
+def printable(text: str) -> str:
+    """Control characters as pictures (U+2400 ...): neither HTML nor XML may hold them, and a terminal obeys them.
+    Newlines and tabs stay."""
+    return "".join(map(_printable, text))
+
+
+def _printable(char: str) -> str:
+    code = ord(char)
+    if char in "\n\t" or (0x20 <= code < 0x7F) or 0xA0 <= code < 0xD800:
+        return char
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\N{SYMBOL FOR DELETE}"
+    is_invalid = code < 0xA0 or code < 0xE000 or (code & 0xFFFE) == 0xFFFE  # C1 controls, surrogates, no characters
+    return "\N{REPLACEMENT CHARACTER}" if is_invalid else char

@@ -97,8 +97,13 @@ class TreeShape:
                 f"{key}={name}: no such method; use for example chain_k5, static_3x2x1, dynamic_d5_k10_n60, "
                 "ngram_n3_k5 or lookahead_w5_n3_g5"
             )
-        if max(shape.num_nodes, shape.num_expanded) > MAX_NODES:
+        if shape.num_nodes > MAX_NODES:
             raise UserError(f"{key}={name}: a tree of more than {MAX_NODES} nodes; use a smaller one")
+        if shape.num_expanded > MAX_NODES:
+            raise UserError(
+                f"{key}={name}: the draft would read more than {MAX_NODES} nodes to grow it; take fewer levels, or a "
+                "smaller k"
+            )
         return shape
 
     @classmethod

@@ -68,9 +68,13 @@ AttentionMaskInterface.register(DECODING, sdpa_mask)
 
 @contextmanager
 def decoding_attention(model: nn.Module) -> Iterator[None]:
-    """Forwards of a model on the CPU, where it uses SDPA, attend by `attend`. Its config is as before afterwards."""
+    """Forwards of a model on the CPU, where it uses SDPA, attend by `attend`. Its config is as before afterwards.
+
+    Models without transformers' attention interface (Falcon) look the name up themselves, so they keep theirs.
+    """
     config = model.config.get_text_config()
-    if config._attn_implementation != "sdpa" or model.device.type != "cpu":
+    has_interface = getattr(model, "_supports_attention_backend", False)
+    if config._attn_implementation != "sdpa" or model.device.type != "cpu" or not has_interface:
         yield
         return
     config._attn_implementation = DECODING

@@ -101,6 +101,7 @@ class RollbackCache(Cache):
                 "cannot be rolled back; use a model with attention layers only"
             )
         window = bool(kinds - {"full_attention"}) or getattr(config, "sliding_window", None) is not None
+        window = window or getattr(config, "alibi", False)  # Falcon adds its biases by place to a mask of its own
         static = model.device.type == "cuda" and config._attn_implementation == "sdpa" and not window
         window = window or config._attn_implementation != "sdpa"
         capacity = -(-capacity // 64) * 64 if static else capacity  # attention kernels want aligned masks
@@ -142,7 +143,7 @@ class RollbackCache(Cache):
                 for buffer, (source, rows) in zip(buffers, sources):
                     kept = min(length, source.length)  # the longest row may have left
                     joined[first : first + len(rows), :, length - kept : length] = buffer[
-                        rows, :, source.length - kept : source.length
+                        rows.to(buffer.device), :, source.length - kept : source.length
                     ]
                     first += len(rows)
                 setattr(layer, name, joined)
@@ -188,6 +189,13 @@ class RollbackCache(Cache):
 def has_own_mask(model: nn.Module) -> bool:
     """Whether our masks reach the model's attention: trees, and batches of ragged rows, need that."""
     return RollbackCache.for_model(model, 1).own_mask
+
+
+def rotation_switch(model: nn.Module) -> int:
+    """Tokens up to which a forward takes longrope's first rotations; beyond them all of its tokens take the second. So
+    a block across it would judge its first tokens by other logits than plain decoding. 0: no such thing."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    return rope.get("original_max_position_embeddings", 0) if rope.get("rope_type") == "longrope" else 0
 
 
 def forward_with_cache(

@@ -36,9 +36,10 @@ class RaggedLayer(RollbackLayer):
             self.lazy_initialization(key_states, value_states)
         num_rows = key_states.shape[0]
         rows = torch.arange(num_rows, device=key_states.device)[:, None]  # (B, 1)
+        slots = self.slots.to(key_states.device)  # (B, T)
         found = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            buffer.transpose(1, 2)[rows, self.slots] = states.transpose(1, 2)  # slots (B, T)
+            buffer.transpose(1, 2)[rows, slots] = states.transpose(1, 2)
             found.append(buffer[:num_rows, :, : self.length])
         return found[0], found[1]
 

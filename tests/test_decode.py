@@ -10,15 +10,16 @@ import pytest
 import torch
 
 import eval.decode
+import eval.drafters
 from eval.decode import check_decode, decode_pair, first_difference, method_name, methods_at, prompt_seed
 from eval.drafters import Clock
 from eval.loop import DecodeResult, Round, speculative_decode
-from eval.measures import Trial, accepted_histogram, decode_metrics, repeated_4gram_share
+from eval.measures import Method, Trial, accepted_histogram, decode_metrics, repeated_4gram_share
 from eval.prompts import Prompt, load_prompts, prompt_ids
 from eval.report import DECODE_COLUMNS, decode_row
 from eval.results import Metric, merge_results
 from eval.run import Pair
-from eval.text_view import mark_accepted
+from eval.text_view import mark_accepted, text_view
 from eval.tree import TreeShape
 from models.errors import UserError
 from models.target import Target
@@ -88,6 +89,15 @@ def test_what_stands_behind_a_rejection_or_the_end_counts_nowhere():
     np.testing.assert_allclose([values[f"alpha_at_depth/d{d}"] for d in (1, 2, 3)], [1, 0.5, 1])
     np.testing.assert_allclose([values[f"survival_at_depth/d{d}"] for d in (1, 2, 3)], [1, 2 / 3, 2 / 3])
     assert accepted_histogram([trial], depth=3) == [0, 1, 0, 2]
+
+
+def test_the_formula_is_for_chains_in_every_round():
+    """Plain steps where positions ran out, or of fallback=auto, are rounds without a chain."""
+    for kind in ("fallback_steps", "paused_steps"):
+        trial = _trial([_round(4, 4, 4), _round(0, 0, 0)], num_tokens=7)
+        setattr(trial.ours, kind, 1)
+        values = _values([trial])
+        assert "tau_formula" not in values and values["tau"] == 3
 
 
 def test_measures_of_trees_by_hand():
@@ -190,6 +200,16 @@ def test_accepted_tokens_are_marked():
     assert mark_accepted(tokenizer, ids[:2], [False, True]) == "a⟦ ⟧"
 
 
+def test_what_a_terminal_would_obey_is_not_printed_as_it_is():
+    tokenizer = byte_tokenizer()
+    prompt = Prompt("gsm8k", "0", "Say \x1b[31m.", [1])
+    trial = Trial("gsm8k", "0", None, _result([_round(1, 1, 1)], 3))
+    trial.ours.token_ids = tokenizer("a\x1b\r")["input_ids"]
+    view = text_view(tokenizer, [prompt], {Method(0.0, "chain_k1", TreeShape.chain(1), "probabilistic"): [trial]})
+    for text in view:
+        assert "\x1b" not in text and "\r" not in text and "\u241b" in text
+
+
 def test_a_pair_end_to_end(tmp_path, capsys):
     model = random_model("tiny_llama")
     target = Target(model, byte_tokenizer(), name="tiny")
@@ -261,6 +281,16 @@ def test_anothers_results_are_refused_before_anything_is_decoded(tiny_target, tm
     merge_results(tmp_path / "pair" / "results.json", other.header(), {"tau/x/T0/chain_k3": Metric(2.0)})
     monkeypatch.setattr(eval.decode, "decode_trials", lambda *arguments, **options: 1 / 0)
     with pytest.raises(UserError, match="holds results of draft"):
+        decode_pair(pair, DECODE, output_root=tmp_path)
+
+
+def test_trees_on_a_model_with_a_mask_of_its_own_are_refused_before_anything_is_decoded(
+    tiny_target, tmp_path, monkeypatch
+):
+    pair = Pair(tiny_target, first_blocks(tiny_target.model, 7), "pair", "seven_blocks", None, None)
+    monkeypatch.setattr(eval.drafters, "has_own_mask", lambda model: model is tiny_target.model)
+    monkeypatch.setattr(eval.decode, "decode_trials", lambda *arguments, **options: 1 / 0)
+    with pytest.raises(UserError, match=r"^decode\.methods=static_2x2x1: needs full attention"):
         decode_pair(pair, DECODE, output_root=tmp_path)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, FalconConfig, MambaConfig, MistralConfig
 
 from models.errors import UserError
 from models.kv_cache import RollbackCache, forward_with_cache
@@ -66,6 +66,27 @@ def test_sliding_window_survives_a_rollback():
     cache.rollback(10)
     logits = forward_with_cache(model, ids[:, 10:], cache).logits
     torch.testing.assert_close(logits, expected[:, 10:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@torch.inference_mode()
+def test_a_model_that_asks_for_sdpa_by_name_keeps_it(alibi):
+    """Falcon has no attention interface: under another name it would add our mask of bools to its scores."""
+    torch.manual_seed(0)
+    config = FalconConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, alibi=alibi, bos_token_id=1,
+        eos_token_id=2, new_decoder_architecture=False, multi_query=True, initializer_range=0.5,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(50, (1, 16))
+    expected = model(ids).logits
+    cache = RollbackCache.for_model(model, 20)
+    first = forward_with_cache(model, ids[:, :10], cache).logits
+    forward_with_cache(model, torch.zeros(1, 4, dtype=torch.long), cache)
+    cache.rollback(10)
+    logits = forward_with_cache(model, ids[:, 10:], cache).logits
+    torch.testing.assert_close(torch.cat((first, logits), 1), expected, atol=1e-4, rtol=1e-4)
+    assert cache.own_mask != alibi
 
 
 @pytest.mark.parametrize("static", [False, True])

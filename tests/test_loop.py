@@ -6,9 +6,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from eval.drafters import Clock, DraftModelChain
+from eval.drafters import Clock, DraftModelChain, check_ragged
 from eval.loop import speculative_decode
 from eval.tree import Tree, TreeShape
 from models.errors import UserError
@@ -233,6 +233,29 @@ def test_positions_run_out(draft_positions, temperature):
         speculative_decode(target, draft, [3] * 65, **options)
     with pytest.raises(UserError, match="prompt of 0 tokens"):
         speculative_decode(target, draft, [], **options)
+
+
+@pytest.mark.parametrize("method", ["chain_k4", "static_2x2x1x1"])
+def test_no_block_stands_on_both_sides_of_longropes_switch(method):
+    """Beyond it all tokens of a forward take other rotations: a drafted block would change the logits before it."""
+    config = random_model("tiny_llama").config
+    width = config.hidden_size // config.num_attention_heads // 2
+    config.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24,
+        "short_factor": [1.0] * width, "long_factor": [9.0] * width, "factor": 4.0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(3)  # logits that the rotations change
+    options = {"max_new_tokens": 32, "eos_token_ids": ()}
+    for prompt in prompts(4):
+        plain = speculative_decode(model, None, prompt, **options)
+        ours = speculative_decode(model, model, prompt, method=method, **options)
+        assert ours.token_ids == plain.token_ids
+        assert ours.fallback_steps <= 1 and ours.tau > 1.5  # drafts on both sides
+    with pytest.raises(UserError, match=r"failure\.parts=.*longrope"):
+        check_ragged([model], setting="failure.parts=['batch']")
 
 
 # --- vocabularies and options ----------------------------------------------------------------------------------------

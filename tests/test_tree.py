@@ -81,6 +81,13 @@ def test_names_that_are_no_method(name):
         TreeShape.parse(name)
 
 
+def test_the_limit_that_a_tree_breaks_is_named():
+    with pytest.raises(UserError, match="a tree of more than 1024 nodes"):
+        TreeShape.parse("static_10x10x10x10")
+    with pytest.raises(UserError, match="the draft would read more than 1024 nodes"):  # it keeps 60
+        TreeShape.parse("dynamic_d200_k10_n60")
+
+
 def test_mask_shows_ancestors_only():
     tree = make_tree([5, 6, 7, 8], [-1, -1, 0, 2])
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]
