@@ -38,13 +38,13 @@ def alpha_by_depth(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
 
 
 def acceptance_by_depth(metrics: Mapping[str, Mapping[str, Any]], figure: str) -> dict[str, dict[str, list[Point]]]:
-    """Panels of `acceptance_by_depth.png`: "T0" -> method -> points, over all sets together (or the only one)."""
+    """Panels of `acceptance_by_depth.png`: "T0" -> method -> points, over all sets together (or the first one)."""
     curves = by_depth(metrics, figure)
     pooled = {where[1:] for where in curves if where[0] == "all"}
     panels: dict[str, dict[str, list[Point]]] = defaultdict(dict)
-    for (name, temperature, method), points in sorted(curves.items()):
+    for (name, temperature, method), points in sorted(curves.items(), key=lambda each: each[0][1:]):
         if name == "all" or (temperature, method) not in pooled:
-            panels[temperature][method] = points
+            panels[temperature].setdefault(method, points)
     return dict(panels)
 
 
@@ -54,6 +54,8 @@ def plot_alpha_by_depth(metrics: Mapping[str, Mapping[str, Any]], path: str | Pa
     panels = alpha_by_depth(metrics)
     if not panels:
         raise UserError("results.json: no alpha_at_depth in it; run eval.decode first")
+    names = list(dict.fromkeys(name for sets in panels.values() for name in sets))
+    styles = {name: i for i, name in enumerate(names)}  # a set has its colour in every panel
     num_columns = min(3, len(panels))
     num_rows = -(-len(panels) // num_columns)
     figure = new_figure(max(6.4, 4.6 * num_columns), 0.6 + 4.0 * num_rows)
@@ -61,11 +63,14 @@ def plot_alpha_by_depth(metrics: Mapping[str, Mapping[str, Any]], path: str | Pa
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, (panel, sets) in zip(grid.flat, panels.items()):
-        _by_depth(axes, sets)
+        _by_depth(axes, sets, styles)
         axes.set(title=panel, xlabel="depth of the drafted token")
     for axes in grid[:, 0]:
         axes.set_ylabel("accepted / rounds that reached the depth")
-    grid[0, 0].legend(frameon=False)
+    handles = {label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(
+        [handles[name] for name in names], names, loc="outside lower center", ncols=min(5, len(names)), frameon=False
+    )
     figure.suptitle(f"{title}\nacceptance by depth, 95 % intervals over prompts", fontsize=11)
     return write_figure(figure, path)
 
@@ -171,11 +176,11 @@ def _errorbar(axes: Axes, points: Sequence[tuple[float, ...]], shift: float, sty
     return axes.errorbar(x + shift, value, yerr=np.abs([value - low, high - value]), capsize=3, linewidth=1.5, **look)
 
 
-def _by_depth(axes: Axes, curves: Mapping[str, Sequence[Point]], styles: Mapping[str, int] | None = None) -> None:
-    """Curves with intervals, side by side. styles: the colour of each name, by default in order."""
+def _by_depth(axes: Axes, curves: Mapping[str, Sequence[Point]], styles: Mapping[str, int]) -> None:
+    """Curves with intervals, side by side. styles: the colour of each name."""
     for i, (name, points) in enumerate(curves.items()):
         depth, value, low, high = np.asarray(points).T
-        style = i if styles is None else styles[name]
+        style = styles[name]
         shift = (i - (len(curves) - 1) / 2) * min(0.08, 0.5 / len(curves))
         axes.errorbar(
             depth + shift, value, yerr=np.abs([value - low, high - value]), color=COLOURS[style % 6],

@@ -29,6 +29,11 @@ from models.errors import UserError
 
 HEADER_KEYS = ("command", "git_sha", "device", "dtype", "versions", "target", "draft", "data")
 MADE_BY = ("command", "git_sha", "device", "dtype")
+# Files beside results.json that go when it begins anew with another draft; the others are rewritten, or checked.
+OF_A_DRAFT = (
+    "decode.json", "generations.txt", "generations.html",
+    "by_temperature.png", "acceptance_by_depth.png", "alpha_by_depth.png",
+)  # fmt: skip
 _REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -74,6 +79,9 @@ def merge_results(
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.parent / f".{path.name}.lock"):
         old = _former(path, header, overwrite=overwrite)
+        if not old:  # a former draft's texts, counts and plots are none of this one's
+            for name in OF_A_DRAFT:
+                (path.parent / name).unlink(missing_ok=True)
         merged = {key: _plain(header[key]) for key in HEADER_KEYS}
         merged["data"] = {**old.get("data", {}), **merged["data"]}
         before = {key: value for key, value in old.get("metrics", {}).items() if not is_stale(key)}

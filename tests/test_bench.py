@@ -16,7 +16,7 @@ from eval.results import Metric
 from models.drafts import gpt2_draft
 from models.target import load_target
 from models.tiny import byte_tokenizer
-from train.bench import SMALL_HEAD, eagle_cases, eagle_steps, quickstart_memory, verdict
+from train.bench import SMALL_HEAD, describe_steps, eagle_cases, eagle_steps, quickstart_memory, verdict
 from train.gpu_check import CheckFailed, Report, check_alpha, check_greedy, check_rule
 from train.gpu_check_heads import check_simulation, check_trees, head_step_speed, tapped_blocks, untrained_head
 from train.measure import (
@@ -36,6 +36,7 @@ from train.measure_eagle import (
     eagle_step,
     packed_batch,
     peer_command,
+    peer_versions,
     save_peer_rows,
     supervised_case,
 )
@@ -156,6 +157,13 @@ def test_a_peer_that_fails_says_why(peer_python, tmp_path, monkeypatch, capsys):
     metrics = eagle_steps(case, TINY_HEAD)
     assert metrics.keys() == {"eagle3_step_tokens_per_s/fp32_T2048_packed"}  # the bench goes on without it
     assert "no comparison for fp32_T2048_packed: the peer's step ended: batch too large" in capsys.readouterr().out
+
+
+def test_half_an_environment_of_the_peer_loses_no_measurement(tmp_path, monkeypatch):
+    """An installation that was broken off: a Python without the library."""
+    assert peer_versions(sys.executable) == "" and peer_versions(tmp_path / "missing") == ""
+    monkeypatch.setattr("train.bench.PEER_PYTHON", Path(sys.executable))
+    assert "peer" not in describe_steps(TINY_HEAD)
 
 
 def test_cases_of_the_bench(tiny_target, tmp_path, monkeypatch):

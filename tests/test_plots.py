@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from eval.decode_plots import (
     acceptance_by_depth,
@@ -94,6 +95,35 @@ def test_methods_are_compared_over_all_sets_or_the_only_one():
     assert round(panels["T0"]["static_3x2x1"][1][1], 4) == round(0.5**2, 4)  # of `all`, depth 2
     one_set = {key: metric for key, metric in metrics.items() if "/gsm8k/" in key}
     assert round(acceptance_by_depth(one_set, "alpha_at_depth")["T1"]["chain_k4"][0][1], 2) == 0.56
+
+
+def test_a_set_has_its_colour_in_every_panel(tmp_path, monkeypatch):
+    """A method that was measured on one set only must not borrow the colour that another set has elsewhere."""
+    figure = {"value": 0.5, "ci95": None, "n": 1}
+    where = (
+        "all/T0/chain_k3",
+        "gsm8k/T0/chain_k3",
+        "mt_bench/T0/chain_k3",
+        "gsm8k/T0/chain_k8",
+        "humaneval/T0/chain_k8",
+    )
+    drawn = []
+    errorbar = Axes.errorbar
+    monkeypatch.setattr(
+        Axes, "errorbar", lambda axes, *a, **k: drawn.append((k["label"], k["color"])) or errorbar(axes, *a, **k)
+    )
+    labels = []
+    legend = Figure.legend
+    monkeypatch.setattr(
+        Figure, "legend", lambda own, handles, names, **k: labels.extend(names) or legend(own, handles, names, **k)
+    )
+    plot_alpha_by_depth({f"alpha_at_depth/d1/{key}": figure for key in where}, tmp_path / "x.png", title="x")
+    assert len(drawn) == 5 and len(dict(drawn)) == len(set(drawn)) == 4  # gsm8k twice, in one colour
+    assert labels == ["all", "gsm8k", "mt_bench", "humaneval"]
+    panels = acceptance_by_depth(
+        {f"alpha_at_depth/d{d}/{key}": figure for d, key in enumerate(where, 1)}, "alpha_at_depth"
+    )
+    assert panels["T0"]["chain_k8"][0][0] == 4  # the first of its sets
 
 
 def test_temperatures_in_order_over_all_sets_or_the_only_one():

@@ -67,8 +67,16 @@ def test_another_draft_is_refused_unless_overwrite(tmp_path):
     with pytest.raises(UserError, match=r"d0.*d1.*overwrite=true"):
         merge_results(path, header("d1"), {"b": Metric(2.0)})
     assert list(read_results(path)["metrics"]) == ["a"]
+    for name in ("generations.html", "decode.json", "metrics.csv"):
+        (tmp_path / name).write_text("of d0")
+    merge_results(path, header("d0"), {"b": Metric(2.0)}, overwrite=True)
+    assert (tmp_path / "generations.html").exists() and len(read_results(path)["metrics"]) == 2  # the same draft
     merge_results(path, header("d1"), {"b": Metric(2.0)}, overwrite=True)
     assert list(read_results(path)["metrics"]) == ["b"]
+    assert [p.name for p in tmp_path.iterdir() if p.suffix in (".html", ".json", ".csv")] == [
+        "metrics.csv",
+        "results.json",
+    ]
 
 
 def test_a_foreign_file_is_never_replaced_silently(tmp_path):

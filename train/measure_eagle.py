@@ -270,10 +270,14 @@ def start_peer(python: str | Path, case: StepCase, shape: HeadShape) -> Iterator
 
 
 def peer_versions(python: str | Path) -> str:
-    """What the comparison is with: "speculators 0.9.0, torch 2.13.0+cpu, transformers 5.19.0"."""
+    """What the comparison is with: "speculators 0.9.0, torch 2.13.0+cpu, transformers 5.19.0"; "" where that
+    environment is not whole."""
     code = "import importlib.metadata as m, sys; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
     command = [str(python), "-I", "-c", code, "speculators", "torch", "transformers"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 # The comparison
