@@ -5,7 +5,7 @@ ARGS ?=
 RUN ?=
 run_arg = $(if $(RUN),run=$(RUN))
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-peer setup-vllm quickstart test test-fast test-long lint cache train eval-alpha eval-decode compare failure-modes tune theory report dashboard export verify-cache regenerate bench gpu-check serve-check check-export import-head
+.PHONY: help setup setup-peer setup-vllm quickstart test test-fast test-long test-lowest lint cache train eval-alpha eval-decode compare failure-modes tune theory report dashboard export verify-cache regenerate bench gpu-check serve-check check-export import-head
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -49,6 +49,16 @@ test-fast: setup ## only the fast tests: tiny random models
 
 test-long: setup ## the long exactness runs
 	$(PY) -m pytest -q -m long $(ARGS)
+
+test-lowest: setup .lowest/.ready ## the decode loop with the lowest transformers that pyproject.toml allows
+	PYTHONPATH=.lowest $(PY) -c "from transformers import __version__; assert __version__ == '5.17.0', __version__"
+	PYTHONPATH=.lowest OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m "not slow and not long and not gpu" \
+	  tests/test_kv_cache.py tests/test_loop.py tests/test_tree.py tests/test_tree_drafters.py tests/test_batched.py $(ARGS)
+
+# Only transformers itself, in front of the tested version; what it needs is in .venv.
+.lowest/.ready: pyproject.toml
+	$(PY) -m pip install -q --no-deps --upgrade --target .lowest transformers==5.17.0
+	touch $@
 
 lint: setup ## ruff
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .

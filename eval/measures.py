@@ -2,6 +2,8 @@
 gives all intervals.
 
     alpha           accepted / judged drafted tokens; chains only, those of prompt lookup too
+    acceptance_rate accepted before any cut / drafted tokens, those behind a rejection too: what vLLM calls the draft
+                    acceptance rate
     alpha_at_depth  accepted at depth d / rounds that reached depth d: all before it were accepted, and the draft
                     offered something there
     survival_at_depth  rounds that accepted d tokens or more, before any cut / rounds; tau_uncut is 1 + their sum
@@ -175,6 +177,7 @@ def _figures(
             f"survival_at_depth/d{depth}": lambda s, depth=depth: s[f"survived_{depth}"] / s["rounds"]
             for depth in depths
         },
+        "acceptance_rate": lambda s: s["accepted_uncut"] / s["drafted"],
         "tau": tau,
         "tau_uncut": lambda s: 1 + s["accepted_uncut"] / s["rounds"],
         "tau_from_depths": from_depths,

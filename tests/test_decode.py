@@ -64,7 +64,7 @@ def test_every_measure_by_hand():
     """K = 4, accepted 4, 0, 2: no name means two things."""
     trial = _trial([_round(4, 4, 4), _round(4, 1, 0), _round(4, 3, 2)], num_tokens=10)
     values = _values([trial])
-    assert values["alpha"] == 6 / 8
+    assert values["alpha"] == 6 / 8 and values["acceptance_rate"] == 6 / 12
     np.testing.assert_allclose([values[f"alpha_at_depth/d{d}"] for d in (1, 2, 3, 4)], [2 / 3, 1, 0.5, 1])
     survival = [values[f"survival_at_depth/d{d}"] for d in (1, 2, 3, 4)]
     np.testing.assert_allclose(survival, [2 / 3, 2 / 3, 1 / 3, 1 / 3])
@@ -85,6 +85,7 @@ def test_what_stands_behind_a_rejection_or_the_end_counts_nowhere():
     """Matches (1, 0, 1) and (1, 1, 1), then a round of which an end-of-text id keeps one of three accepted tokens."""
     trial = _trial([_round(3, 2, 1), _round(3, 3, 3), _round(3, 1, 1, uncut=3)], num_tokens=1 + 2 + 4 + 1)
     values = _values([trial], "chain_k3")
+    assert values["acceptance_rate"] == 7 / 9  # of the third round three are accepted, before the end of the text cuts
     assert values["alpha"] == 5 / 6 and values["tau"] == 7 / 3 and values["tau_uncut"] == 1 + 7 / 3
     np.testing.assert_allclose([values[f"alpha_at_depth/d{d}"] for d in (1, 2, 3)], [1, 0.5, 1])
     np.testing.assert_allclose([values[f"survival_at_depth/d{d}"] for d in (1, 2, 3)], [1, 2 / 3, 2 / 3])
