@@ -58,7 +58,7 @@ class PackedRows(Dataset):
             parts = [(self.source.loss_mask, self.source.row_offsets)]
         else:
             shards = (self.source.shard(i).arrays for i in range(self.source.manifest.num_shards))
-            # one open at a time: a large cache has more of them than a process may hold
+            # one after another: a large cache has more of them than a process may hold open
             parts = ((arrays["loss_mask"], arrays["row_offsets"]) for arrays in shards)
         counts = []
         for mask, offsets in parts:

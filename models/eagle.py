@@ -448,7 +448,7 @@ def build_eagle(
         if version == 3:
             ids = torch.arange(config.draft_vocab_size) if draft_vocab is None else draft_vocab
             head.set_draft_vocab(ids)
-            head.lm_head.weight.copy_(target.unscaled_rows(ids))
+            head.lm_head.weight.copy_(target.scaled_rows(ids))
             head.lm_head.weight.requires_grad_(train_lm_head)
     if init != "scratch":
         if not is_eagle_folder(init):
@@ -529,7 +529,7 @@ def eagle_config(
     rope = getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
     if "rope_theta" not in rope:  # by kind of layer (Gemma 3): the head attends in full
         rope = rope.get("full_attention") or next(iter(rope.values()))
-    if rope.get("partial_rotary_factor", 1) != 1 and "short_factor" in rope:  # factors for that share of channels only
+    if (rope.get("partial_rotary_factor") or 1) != 1 and "short_factor" in rope:  # factors of that share
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return EagleConfig(
         version=version,

@@ -194,8 +194,12 @@ def has_own_mask(model: nn.Module) -> bool:
 def rotation_switch(model: nn.Module) -> int:
     """Tokens up to which a forward takes longrope's first rotations; beyond them all of its tokens take the second. So
     a block across it would judge its first tokens by other logits than plain decoding. 0: no such thing."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    return rope.get("original_max_position_embeddings", 0) if rope.get("rope_type") == "longrope" else 0
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return 0
+    name = "original_max_position_embeddings"
+    return rope.get(name) or getattr(config, name, None) or 0
 
 
 def forward_with_cache(

@@ -226,6 +226,6 @@ def build_medusa(
         return before.train()
     heads = MedusaHeads(config)
     ids = torch.arange(width) if draft_vocab is None else draft_vocab
-    rows = target.unscaled_rows(ids)  # (Vd, D)
+    rows = target.scaled_rows(ids)  # (Vd, D)
     heads.set_vocabulary(ids, [rows] * num_heads)
     return heads.float().train()

@@ -411,7 +411,8 @@ class Simulation:
         return torch.empty(shape, dtype=self.dtype, device=self.layout.slots.device)
 
     def _row_start(self, input_ids: Tensor) -> Tensor:  # (N,) packed position of each token's row
-        starts = torch.arange(len(input_ids), device=input_ids.device)  # unused tokens: position 0, as some rotations
+        # unused tokens get position 0: some rotations depend on the largest
+        starts = torch.arange(len(input_ids), device=input_ids.device)
         for group in self.layout.groups:
             starts[group.keys] = group.keys[:, :1]
         return starts

@@ -153,7 +153,7 @@ class Target(nn.Module):
         return lambda final_hidden: self._scaled(nn.functional.linear(final_hidden, weight, bias))
 
     @torch.no_grad()
-    def unscaled_rows(self, ids: Tensor) -> Tensor:  # (n,) -> (n, D) fp32, on the CPU
+    def scaled_rows(self, ids: Tensor) -> Tensor:  # (n,) -> (n, D) fp32, on the CPU
         """Rows of the head with the factor in them that some architectures put on its product: what a head without
         such a factor begins with. A bias and a cap are not in them."""
         weight = self.model.get_output_embeddings().weight

@@ -123,6 +123,9 @@ def test_a_strict_load_names_what_is_wrong(target: Target, tmp_path: Path) -> No
     save_file({**state, "fc.weight": torch.zeros(64, 128)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"fc\.weight"):
         load_eagle(tmp_path, target)
+    save_file({**state, "d2t": torch.tensor([0] * 9 + [-1])}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"d2t gives 1 target ids twice"):
+        load_eagle(tmp_path, target)
     save_file(state, tmp_path / "model.safetensors")
     other = load_target("random:tiny_llama", dtype="fp32", device="cpu", tap_ids=[1, 4, 5])
     with pytest.raises(UserError, match=r"reads the taps \[2, 4, 5\] and the target was loaded with \[1, 4, 5\]"):

@@ -228,7 +228,7 @@ class Eagle1Distiller(Distiller):
     def head_weight(self) -> Tensor:  # (rows, D)
         """The target's head, fetched once where a target that is spread over GPUs has it elsewhere."""
         if self._head_weight is None:
-            self._head_weight = self.target.model.get_output_embeddings().weight.to(self.device)
+            self._head_weight = self.target.model.get_output_embeddings().weight.detach().to(self.device)
         return self._head_weight
 
     def _generator(self, batch: Batch) -> torch.Generator:
