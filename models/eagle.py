@@ -333,16 +333,16 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
     folder = Path(folder)
     try:
         config = EagleConfig.from_json(json.loads((folder / "config.json").read_text()))
-        if config.version == 3 and not config.tap_ids:
-            raise UserError(
-                f"draft {folder}: names no taps, so it is a head as engines read it; give the run's folder, or make "
-                f"one of it by python -m train.import_head folder={folder}"
-            )
         head = EagleHead(config, target_head=target.logits)
         state = load_file(folder / "model.safetensors")
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         told = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UserError(f"draft {folder}: cannot be read as a head ({told}); save it again") from None
+    if config.version == 3 and not config.tap_ids:
+        raise UserError(
+            f"draft {folder}: names no taps, so it is a head as engines read it; give the run's folder, or make one of "
+            f"it by python -m train.import_head folder={folder}"
+        )
     if config.version == 3:
         state["tap_scale"] = head.tap_scale  # folded into fc
     load_strictly(head, state, folder)

@@ -180,5 +180,5 @@ def test_mistakes_are_told_in_one_line(name, told):
 
 
 def test_a_method_that_needs_a_draft_says_so():
-    with pytest.raises(UserError, match=r"^decode\.methods=chain_k4: needs a draft"):
+    with pytest.raises(UserError, match=r"^method=chain_k4: needs a draft"):
         speculative_decode(random_model("tiny_llama"), None, [1, 2, 3], method="chain_k4", max_new_tokens=8)

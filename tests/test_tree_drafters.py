@@ -442,7 +442,7 @@ def test_mistakes_are_named(target):
     for draft in (target.model, head):
         with pytest.raises(UserError, match=r"^decode\.methods=static_300: 300 children for a draft of"):
             speculative_decode(target, draft, [1, 2], method="static_300")
-        with pytest.raises(UserError, match=r"^decode\.methods=tree: no such method"):
+        with pytest.raises(UserError, match=r"^method=tree: no such method"):
             speculative_decode(target, draft, [1, 2], method="tree")
     with pytest.raises(UserError, match="reads its taps"):
         speculative_decode(target.model, head, [1, 2])

@@ -122,7 +122,7 @@ def regenerate(
         seconds = max(time.monotonic() - start, 1e-9)
         unusable = sum(row is None for row in rows)
         rows = [row for row in rows if row is not None]
-        if not rows:
+        if unusable and not rows:
             raise UserError(f"target={target.name}: its chat template gives back none of its {unusable:,} answers")
         _write_rows(out, rows)
         partial.path.unlink()
