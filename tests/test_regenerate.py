@@ -76,6 +76,18 @@ def test_a_template_that_changes_answers_is_noticed(tiny_target, monkeypatch, tm
     assert "warning: 1 of 1 chats will read otherwise" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_text_drawn_in_unusual_tokens_is_no_other_text(smollm2):
+    """A quarter of sampled answers have some: read again, they have the tokenizer's own."""
+    tokenizer = smollm2.tokenizer
+    parts = [tokenizer(part)["input_ids"] for part in (" Ah", "m", "os", ".\n", "\n", "2")]
+    drawn = [token for part in parts for token in part]
+    assert drawn != tokenizer(" Ahmos.\n\n2")["input_ids"]
+    for ids, reason in (([*drawn, smollm2.eos_token_ids[0]], "stop"), (drawn, "length")):
+        (chat := Chat(ChatPrompt([USER], {}))).add(Answer((0, 0), ids, reason), smollm2)
+        assert chat.row({}, smollm2) is not None and not chat.is_other_text
+
+
 def test_a_template_that_changes_answers_is_told_early_and_after_a_resume(
     tiny_target, prompts, tmp_path, monkeypatch, capsys
 ):

@@ -33,7 +33,7 @@ from models.sampling import SamplingParams
 from models.target import Target
 
 Key = tuple[int, int]  # number of the prompt in its file, number of the sample
-OTHER_SHARE = 0.1  # of chats that may read otherwise: a tokenizer does not give every drawn text its own ids again
+OTHER_SHARE = 0.1  # of chats that may read otherwise: some templates cut blanks off an answer's ends
 WARN_AFTER = 50  # chats: a template that changes answers is told while there is time to stop
 
 
@@ -148,7 +148,7 @@ class Chat:
     answers: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     is_other_text: bool = False  # the row, as training will read it, differs from what the target read and answered
-    told_ids: list[int] = field(default_factory=list)  # what the target read and answered last, token by token
+    told_ids: list[int] = field(default_factory=list)  # what the target read and answered last
 
     @property
     def is_complete(self) -> bool:
@@ -204,7 +204,11 @@ class Chat:
             row_ids, _ = chat_row(messages, target.tokenizer, reason)
         except UserError:
             return None
-        self.is_other_text = row_ids[: len(self.told_ids)].tolist() != self.told_ids
+        # not the ids: a text that was drawn in unusual tokens has the usual ones when it is read again
+        row_text, told = (
+            target.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (row_ids, self.told_ids)
+        )
+        self.is_other_text = not row_text.startswith(told.rstrip("\ufffd"))
         return self.prompt.extra | {"messages": messages, "finish_reason": reason, "seed": self.seed} | about
 
 
