@@ -55,9 +55,9 @@ test-lowest: setup .lowest/.ready ## the decode loop with the lowest transformer
 	PYTHONPATH=.lowest OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m "not slow and not long and not gpu" \
 	  tests/test_kv_cache.py tests/test_loop.py tests/test_tree.py tests/test_tree_drafters.py tests/test_batched.py $(ARGS)
 
-# Only transformers itself, in front of the tested version; what it needs is in .venv.
+# Only transformers and the hub's client that it wants, in front of the tested versions; what else it needs is in .venv.
 .lowest/.ready: pyproject.toml
-	$(PY) -m pip install -q --no-deps --upgrade --target .lowest transformers==5.17.0
+	$(PY) -m pip install -q --no-deps --upgrade --target .lowest transformers==5.17.0 'huggingface-hub<2'
 	touch $@
 
 lint: setup ## ruff
