@@ -68,7 +68,10 @@ class TrainerSpec:
         # whole parameters on each process: gradient norm, Muon, averages and saved drafts take them so
         strategies = ("auto", *(name for name in StrategyRegistry.available_strategies() if name.startswith("ddp")))
         if self.strategy not in strategies:
-            raise UserError(f"trainer.strategy={self.strategy}: unknown; use one of {', '.join(strategies)}")
+            raise UserError(
+                f"trainer.strategy={self.strategy}: unknown, or none that leaves the draft whole; use one of "
+                f"{', '.join(strategies)}"
+            )
         if self.devices != "auto" and (not isinstance(self.devices, int) or self.devices < 1):
             raise UserError(f"trainer.devices={self.devices}: must be auto or a number of processes")
 
