@@ -212,7 +212,7 @@ def test_an_exported_head_is_told_from_one_of_ours(target: Target, tmp_path: Pat
         load_eagle(tmp_path, target)
 
 
-def test_a_head_of_other_positions_is_trained_further_and_one_of_other_rotations_refused(
+def test_a_head_of_other_positions_is_trained_further_and_one_of_other_norms_refused(
     target: Target, tmp_path: Path
 ) -> None:
     before = build_eagle(target=target, draft_vocab_size=10, seed=3)

@@ -92,7 +92,6 @@ def test_a_template_that_changes_answers_is_told_early_and_after_a_resume(
     tiny_target, prompts, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(train.regenerate, "WARN_AFTER", 2)
-    monkeypatch.setattr(Chat, "is_other_text", True, raising=False)
     asked, rows_of = [], train.regenerate.generate_rows
 
     def stopping(model, waiting, *args, **kwargs):
