@@ -207,7 +207,7 @@ def test_a_run_is_compared_on_prompts_of_its_own(
 )
 def test_mistakes_name_the_key(composed, override: str, message: str, tmp_path: Path, monkeypatch) -> None:
     target = load_target("random:tiny_llama", dtype="fp32", device="cpu")
-    pair = type("Pair", (), {"target": target, "draft": None, "name": "x", "run": None})
+    pair = type("Pair", (), {"target": target, "draft": target.model, "name": "x", "run": None})
     monkeypatch.setattr(train.serve_check, "load_pair", lambda *_: pair)
     with pytest.raises(UserError, match=message):
         check_run(composed(override), [])
