@@ -29,7 +29,7 @@ from data.progress import ProgressBar
 from eval.compare_figures import batched_rows, compare_batches, compare_prompts
 from eval.compare_rows import Entrant, Row, fingerprints, load_entrants, make_rows
 from eval.compare_view import COLUMNS, markdown, plot_compare, sentences, tables
-from eval.drafters import check_attention, check_ragged
+from eval.drafters import check_attention, check_ragged, masked_models
 from eval.entry import entry
 from eval.memory import peak_of_row
 from eval.prompts import Prompt, load_prompts, prompts_fingerprint
@@ -116,7 +116,7 @@ def run_compare(cfg: DictConfig, overrides: Sequence[str]) -> dict[str, Metric]:
     compare = OmegaConf.to_container(cfg.compare, resolve=True)
     shapes = check_compare(compare)
     config, target, entrants = load_entrants(cfg, overrides)
-    models = [target.model, *(e.draft for e in entrants if isinstance(e.draft, PreTrainedModel))]
+    models = masked_models(target, *(entrant.draft for entrant in entrants))
     check_attention(models, shapes, key="compare.methods")
     if compare["batch_sizes"]:
         check_ragged(models, setting=f"compare.batch_sizes={compare['batch_sizes']}")

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from data.progress import ProgressBar
-from eval.drafters import check_attention
+from eval.drafters import check_attention, masked_models
 from eval.entry import entry
 from eval.fallback import make_fallback
 from eval.html_report import write_report
@@ -233,8 +233,8 @@ def decode_pair(
     target, draft = pair.target, pair.draft
     if isinstance(draft, PreTrainedModel):
         check_vocabulary(target, draft)
-    models = [target.model, *([draft] if isinstance(draft, PreTrainedModel) else [])]
-    check_attention(models, map(TreeShape.parse, decode["methods"]), key="decode.methods")
+    shapes = map(TreeShape.parse, decode["methods"])
+    check_attention(masked_models(target, draft), shapes, key="decode.methods")
     prompts = load_prompts(sets, target.tokenizer, num_prompts=num_prompts)
     too_long = [p for p in prompts if len(p.token_ids) >= target.max_positions]
     if too_long:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from eval.plots import COLOURS, DASHES, MARKERS, new_figure, tidy, write_figure
 from models.errors import UserError
@@ -67,10 +68,7 @@ def plot_alpha_by_depth(metrics: Mapping[str, Mapping[str, Any]], path: str | Pa
         axes.set(title=panel, xlabel="depth of the drafted token")
     for axes in grid[:, 0]:
         axes.set_ylabel("accepted / rounds that reached the depth")
-    handles = {label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels())}
-    figure.legend(
-        [handles[name] for name in names], names, loc="outside lower center", ncols=min(5, len(names)), frameon=False
-    )
+    _legend(figure, grid, names, most_columns=5)
     figure.suptitle(f"{title}\nacceptance by depth, 95 % intervals over prompts", fontsize=11)
     return write_figure(figure, path)
 
@@ -100,9 +98,7 @@ def plot_acceptance_by_depth(metrics: Mapping[str, Mapping[str, Any]], path: str
     for top, bottom, temperature in zip(*grid, temperatures):
         top.set_title(f"temperature {temperature.removeprefix('T')}", fontsize=11)
         bottom.set_xlabel("depth d of the drafted token")
-    handles = {label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels())}
-    handles = {name: handles[name] for name in methods}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False)
+    _legend(figure, grid, methods, most_columns=3)
     figure.suptitle(f"{title}\nacceptance by depth, 95 % intervals over prompts", fontsize=11)
     return write_figure(figure, path)
 
@@ -165,6 +161,15 @@ def plot_by_temperature(metrics: Mapping[str, Mapping[str, Any]], path: str | Pa
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False)
     figure.suptitle(f"{title}\nby temperature, 95 % intervals over prompts (held-out text: rows)", fontsize=11)
     return write_figure(figure, path)
+
+
+def _legend(figure: Figure, grid: np.ndarray, names: Sequence[str], *, most_columns: int) -> None:
+    """One below all panels; not every name is in each of them."""
+    handles = {label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(
+        [handles[name] for name in names], names, loc="outside lower center", ncols=min(most_columns, len(names)),
+        frameon=False,
+    )  # fmt: skip
 
 
 def _errorbar(axes: Axes, points: Sequence[tuple[float, ...]], shift: float, style: int | None) -> Any:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from eval.tree import Candidates, Level, Tree, TreeShape, grow
 from models.eagle import EagleHead
@@ -18,6 +19,7 @@ from models.errors import UserError
 from models.kv_cache import RollbackCache, forward_with_cache, has_own_mask, rotation_switch
 from models.medusa import MedusaHeads
 from models.sampling import SamplingParams, filtered_probs, sample
+from models.target import Target
 
 DRAFT_SAMPLING = ("probabilistic", "greedy")
 
@@ -116,6 +118,11 @@ def check_shape(draft: nn.Module, shape: TreeShape, *, vocab_size: int, key: str
     widest = max((*shape.children, shape.top_k))
     if widest > num_ids:
         raise UserError(f"{key}={shape}: {widest} children for a draft of {num_ids} ids; use fewer")
+
+
+def masked_models(target: Target, *drafts: nn.Module | None) -> list[nn.Module]:
+    """Those that a mask of ours must reach: the target and draft models. Heads are made to take it."""
+    return [target.model, *(draft for draft in drafts if isinstance(draft, PreTrainedModel))]
 
 
 def check_attention(models: Iterable[nn.Module], shapes: Iterable[TreeShape], *, key: str) -> None:

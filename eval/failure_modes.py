@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
-from eval.drafters import check_attention, check_ragged, check_shape
+from eval.drafters import check_attention, check_ragged, check_shape, masked_models
 from eval.entry import entry
 from eval.failure_parts import PARTS, Settings, fitting_lengths, fitting_methods
 from eval.failure_view import plot_part, print_part, sentences
@@ -61,7 +61,7 @@ def run_failure_modes(
     if isinstance(pair.draft, PreTrainedModel):
         check_vocabulary(pair.target, pair.draft)
     # before anything is measured
-    models = [pair.target.model, *([pair.draft] if isinstance(pair.draft, PreTrainedModel) else [])]
+    models = masked_models(pair.target, pair.draft)
     shapes = [TreeShape.parse(name) for name in fitting_methods(settings["methods"], pair.draft)]
     check_attention(models, shapes, key="failure.methods")
     if "batch" in settings["parts"]:
